@@ -173,10 +173,9 @@ def _run_attempt(
     agent, ranks = agent_name(environment.rank), environment.ranks
     gpus = [context.placement.gpus for context in contexts]
     gpus += [node.gpus for node in world.spares if node.rank == environment.rank]
-    service = multi_process_service(
-        config.resources.needs_mps and any(gpus), paths.logs / f"mps.{environment.rank}.log"
-    )
-    variables = resources.enter_context(scratch_folder(shared=config.cluster.compile_cache))
+    needs_mps, log = config.resources.needs_mps and any(gpus), paths.logs / f"mps.{environment.rank}.log"
+    service = multi_process_service(needs_mps, paths.attempt, log)
+    variables = resources.enter_context(scratch_folder(paths.attempt, shared=config.cluster.compile_cache))
     seconds = max(config.cluster.heartbeat_seconds, FS_OUTAGE_TIMEOUT) + config.cluster.lateness
     revisions = links.schedule("revisions", FOLLOW_SECONDS)
     follower = WorldFollower(paths, config, environment.rank, revisions) if world.spares else None

@@ -103,9 +103,11 @@ class AttachedNode:
         self._ports = tuple(holder.getsockname()[1] for holder in holders)
         self._gpus = tuple(gpu.index for gpu in gpus)
         self._forks = resources.enter_context(node_forks(self._config, ["inference"]))
-        wants_mps = self._config.resources.needs_mps and bool(gpus)
-        service = multi_process_service(wants_mps, claimed.logs / f"mps.{environment.rank}.log")
-        self._variables = resources.enter_context(scratch_folder()) | resources.enter_context(service)
+        needs_mps = self._config.resources.needs_mps and bool(gpus)
+        service = multi_process_service(needs_mps, environment.attempt, claimed.logs / f"mps.{environment.rank}.log")
+        self._variables = resources.enter_context(scratch_folder(environment.attempt)) | resources.enter_context(
+            service
+        )
 
     def serve_attempts(self) -> None:
         """Serve the run's attempts until the run ends, has no attempt for `cluster.rendezvous_seconds`, or a signal."""

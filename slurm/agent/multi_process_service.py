@@ -3,7 +3,7 @@
 Owns the service's control daemon of a rank. Promises that the daemon answers before a role starts, and that neither it
 nor its folder is left when the block ends. Needs no root. Must not know roles.
 
-    with multi_process_service(needs_mps and bool(gpus), paths.logs / "mps.0.log") as variables:
+    with multi_process_service(needs_mps, paths.attempt, paths.logs / "mps.0.log") as variables:
         …start roles with these variables…
 
 Source: NVIDIA, Multi-Process Service, https://docs.nvidia.com/deploy/mps/.
@@ -20,8 +20,11 @@ from pipeline.errors import DeadlineError, RollcallError
 from pipeline.utils import subprocesses
 from pipeline.utils.waiting import wait_for
 from slurm.agent.preflight import MPS_PROGRAM
+from slurm.agent.tmpdir import scratch_prefix
 
 PIPES, LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
+MAX_TMPDIR = 107 - 60
+"""Characters of TMPDIR, so that the service's sockets in a folder there have paths that the kernel accepts."""
 START_SECONDS = 20.0
 ANSWER_SECONDS = 5.0
 STOP_SECONDS = 5.0
@@ -29,7 +32,7 @@ STOP_SECONDS = 5.0
 
 @contextmanager
 def multi_process_service(
-    enabled: bool, log: Path, environment: Mapping[str, str] = os.environ
+    enabled: bool, attempt: str, log: Path, environment: Mapping[str, str] = os.environ
 ) -> Iterator[dict[str, str]]:
     """The environment variables by which roles use a service that runs until the block ends; none unless `enabled`.
 
@@ -39,8 +42,10 @@ def multi_process_service(
     if not enabled:
         yield {}
         return
-    # Not below TMPDIR: the folder has sockets, whose paths may have 107 characters.
-    with tempfile.TemporaryDirectory(prefix="rollcall-mps-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+    # Where TMPDIR is too long for the paths of sockets, in /tmp.
+    outside = tempfile.gettempdir() if len(tempfile.gettempdir()) < MAX_TMPDIR else "/tmp"
+    prefix = f"{scratch_prefix(attempt)}mps-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=outside, ignore_cleanup_errors=True) as folder:
         variables = {PIPES: folder, LOGS: folder}
         own = {name: value for name, value in environment.items() if name != "CUDA_VISIBLE_DEVICES"} | variables
         daemon = subprocesses.Child([MPS_PROGRAM, "-f"], log, own)

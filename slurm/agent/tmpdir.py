@@ -12,7 +12,9 @@ write to the home directory, or nobody can, all caches are in a checked director
 all caches are below that directory.
 """
 
+import hashlib
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,15 +33,29 @@ HOME_CACHES = ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "TORCH_EXTENSION
 """Variables of caches whose default is in the home directory, in addition to those of the engines."""
 
 
+def scratch_prefix(attempt: str) -> str:
+    """How the names of an attempt's folders for temporary files begin; short, since sockets are in them."""
+    return f"rollcall-{hashlib.sha256(attempt.encode()).hexdigest()[:8]}-"
+
+
+def remove_scratch(attempt: str) -> None:
+    """Remove the folders on this machine that killed agents of an attempt left."""
+    for outside in {tempfile.gettempdir(), "/tmp"}:
+        for folder in Path(outside).glob(f"{scratch_prefix(attempt)}*"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 @contextmanager
-def scratch_folder(environment: Mapping[str, str] = os.environ, shared: str = "") -> Iterator[dict[str, str]]:
+def scratch_folder(
+    attempt: str, environment: Mapping[str, str] = os.environ, shared: str = ""
+) -> Iterator[dict[str, str]]:
     """Environment variables for the roles of a rank; their `TMPDIR` is removed when the block ends.
 
-    `shared` is `cluster.compile_cache`, the directory for the caches of all nodes; empty: the home directory.
-    Variables that the user set keep their values. If the folder's path is too long, the engines' sockets are
-    outside of it.
+    A killed process does not remove it; then `remove_scratch` can. `shared` is `cluster.compile_cache`, the directory
+    for the caches of all nodes; empty: the home directory. Variables that the user set keep their values. If the
+    folder's path is too long, the engines' sockets are outside of it.
     """
-    with tempfile.TemporaryDirectory(prefix="rollcall-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix=scratch_prefix(attempt), ignore_cleanup_errors=True) as folder:
         yield folder_variables(Path(folder), environment, shared)
 
 

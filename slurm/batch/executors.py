@@ -26,6 +26,7 @@ from pipeline.run.completion import is_finished
 from pipeline.run.paths import RunPaths
 from pipeline.topology.plan import Plan
 from pipeline.utils.waiting import CLOCK, Clock, wait_for
+from slurm.agent.tmpdir import remove_scratch
 from slurm.scheduler.local.local_environment import local_job_environment
 from slurm.scheduler.scheduler_protocol import BatchScheduler, JobQueue, SchedulerSilent
 
@@ -84,6 +85,7 @@ class LocalNodesExecutor(LocalExecutor):
         if self._controller is not None:
             self._controller.kill()
             self._controller.wait()
+            remove_scratch(self.attempt)
 
 
 class RunJob(Job[Any]):

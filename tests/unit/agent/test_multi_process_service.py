@@ -34,7 +34,7 @@ def children() -> list[psutil.Process]:
 def test_the_service_answers_inside_the_block_and_is_gone_after_it(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     before = children()
-    with multi_process_service(True, tmp_path / "mps.log") as variables:
+    with multi_process_service(True, "demo-0", tmp_path / "mps.log") as variables:
         folder = Path(variables[PIPES])
         assert variables == {PIPES: str(folder), LOGS: str(folder)}
         assert (folder / "control").exists()
@@ -46,14 +46,14 @@ def test_the_service_answers_inside_the_block_and_is_gone_after_it(tmp_path, mon
 
 def test_a_node_whose_roles_share_no_gpu_starts_nothing(tmp_path):
     before = children()
-    with multi_process_service(False, tmp_path / "mps.log") as variables:
+    with multi_process_service(False, "demo-0", tmp_path / "mps.log") as variables:
         assert variables == {}
         assert children() == before
 
 
 def test_the_service_ends_when_the_block_raises(tmp_path):
     before = children()
-    with pytest.raises(KeyError), multi_process_service(True, tmp_path / "mps.log") as variables:
+    with pytest.raises(KeyError), multi_process_service(True, "demo-0", tmp_path / "mps.log") as variables:
         raise KeyError
     assert children() == before
     assert not Path(variables[PIPES]).exists()
@@ -71,7 +71,7 @@ def test_a_service_that_does_not_start_is_one_error_and_leaves_nothing(variable,
     monkeypatch.setattr(service, "START_SECONDS", 1.0)
     monkeypatch.setattr(service, "STOP_SECONDS", 0.2)
     before = children()
-    with pytest.raises(RollcallError, match=text), multi_process_service(True, tmp_path / "mps.log"):
+    with pytest.raises(RollcallError, match=text), multi_process_service(True, "demo-0", tmp_path / "mps.log"):
         pytest.fail("the block was entered")
     assert children() == before
 

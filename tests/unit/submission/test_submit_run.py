@@ -330,6 +330,25 @@ def test_a_gpu_that_is_to_be_shared_on_this_machine_is_measured(
     )
 
 
+def test_a_machine_without_the_multi_process_service_cannot_share_a_gpu_by_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_gpus(monkeypatch, tmp_path, 0)
+    keys = ("resources=one_gpu_mps", "resources.gpu_memory=80G")
+    said = answer(capsys, tmp_path / "runs", *keys)
+    assert said == (
+        "error: resources.mps=True: expected false on a machine without nvidia-cuda-mps-control, a part of NVIDIA's "
+        "driver; set it, or add the program's folder to PATH"
+    )
+    tool = tmp_path / "gpu-tools" / "nvidia-cuda-mps-control"
+    tool.write_text("#!/bin/sh\n")
+    tool.chmod(0o755)
+    assert submit_run.main(["experiment=demo", f"output={tmp_path}", *keys, "--dry-run"]) == 0
+    # Where no GPU is shared, the key has no effect.
+    tool.unlink()
+    assert submit_run.main(["experiment=demo", f"output={tmp_path}", "resources.mps=true", "--dry-run"]) == 0
+
+
 def test_a_host_needs_neither_engine_nor_redis_for_a_job_in_containers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,6 +76,15 @@ def test_the_group_for_one_gpu_composes_and_plans() -> None:
     assert shares(assigned(plan, cards_for(plan, 1)), plan.ranks) == [("trainer.0:0", "inference.0:0")]
 
 
+def test_the_group_for_the_multi_process_service_has_three_servers_on_the_trainers_gpu() -> None:
+    config = compose_config(["experiment=demo", "resources=one_gpu_mps", "name=x"])
+    check_config(config)
+    assert config.resources.needs_mps
+    servers = ("inference.0:0", "inference.1:0", "inference.2:0")
+    plan = make_plan(config)
+    assert shares(assigned(plan, cards_for(plan, 1)), plan.ranks) == [("trainer.0:0", *servers)]
+
+
 def test_a_plan_says_whose_gpus_are_shared() -> None:
     assert "trainer.0 (1 GPU), inference.0 (1 shared GPU)" in describe_plan(make_plan(sharing()))[0]
 
