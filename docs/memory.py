@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 
 from docs.shapes import LARGER_SHAPES
 from pipeline.config import ModelConfig, RunConfig, load_config
-from pipeline.topology.gpu_memory import CONTEXT, GIB, kv_bytes, sequences, server_memory, trainer_memory
+from pipeline.topology.gpu_memory import trainer_memory
+from pipeline.topology.memory_budget import CONTEXT, GIB
 from pipeline.topology.memory_fit import max_gpu_memory_utilization
+from pipeline.topology.server_memory import kv_bytes, sequences, server_memory
 from pipeline.topology.sizes import Sizes
 from pipeline.train.model.model_size import sizes_of
 from slurm.submission.compose_config import compose_config

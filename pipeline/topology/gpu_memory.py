@@ -1,65 +1,54 @@
-"""The GPU memory that the roles of a run need, part by part.
+"""The GPU memory of a trainer process, part by part, and what the plan prints of the memory of all roles.
 
-Computed from a model's sizes (`pipeline.train.model.model_size`) and a config; `memory_fit` refuses a config that does
-not fit. The results are upper bounds close to measured values (docs/gpus.md compares them). Pure.
+Computed from a model's sizes (`pipeline.train.model.model_size`) and a config; `server_memory` does so for servers, and
+`memory_fit` refuses a config that does not fit. The results are upper bounds close to measured values (docs/gpus.md
+compares them). Pure.
 
     trainer_memory(config, sizes).total       # bytes of the GPU of a trainer process
 """
 
 import math
-from collections.abc import Iterator, Mapping
-
-import msgspec
+from collections.abc import Iterator
 
 from pipeline.config import RunConfig
 from pipeline.config.value_types import memory_bytes
+from pipeline.topology.memory_budget import (
+    CONTEXT,
+    GIB,
+    MASTER,
+    WEIGHT_CHUNK,
+    MemoryBudget,
+    dp_shard,
+    part_of,
+    published_bytes,
+    publishes,
+    server_gpus,
+    trainer_ranks,
+)
+from pipeline.topology.server_memory import (
+    arrives_on_host,
+    arriving_bytes,
+    bytes_outside_engine,
+    kv_bytes,
+    min_engine_bytes,
+    sequences,
+    server_memory,
+)
 from pipeline.topology.sizes import Sizes
 
-GIB = 1 << 30
-
-CONTEXT = 3 << 29
-"""Memory of CUDA, its libraries and NCCL on each GPU of a process, 1.5 GiB."""
 COMPILED = 0.75
 """Activation memory of compiled layers relative to eager ones. Compiled layers recompute cheap activations."""
-ENGINE = 3 << 30
-"""An engine's memory in addition to weights and cache, as measured with vLLM: a profiling pass and CUDA graphs."""
 
-_MASTER, _MOMENTS, _GRADIENT = 4, 8, 4
+_MOMENTS, _GRADIENT = 8, 4
 _MOMENT_BYTES = {"float32": _MOMENTS, "bfloat16": 4, "float8": 2 * (1 + 4 / 128)}
 """Bytes of both moments of a parameter by `optim.state_dtype`; in float8 with scales of blocks of 128 columns."""
 _PUBLISHED = 2
 """Versions in memory while one is taken: the new one, and the previous one, which a server may still receive. Each
 process of a replica has its part of both."""
-WEIGHT_CHUNK = 1 << 27
-"""Maximum bytes of weights that are sent at a time. A trainer process needs two chunks for a server, and a server one
-if several trainer processes send."""
 _ARRIVING = 2
 """Tokens that arrive at a process for its experts, relative to the number under uniform routing."""
-_CHECKED_LOGIT = 20
-"""Bytes per logit of a drafted token that vLLM checks: five copies in float32 exist at a time (0.32, its
-`RejectionSampler` with log-probabilities). vLLM's profiling pass has one drafted token per sequence, so all others
-take memory outside of `inference.gpu_memory`."""
-_CHECKED_TOKENS = 8192
-"""Maximum tokens of a step of vLLM, drafted ones included: its servers' default on GPUs of 70 to 160 GB (0.32)."""
 _LOGIT = 12
 """Bytes per logit in the backward pass: the logit, its gradient, and a temporary copy of one of the two."""
-
-
-class MemoryBudget(msgspec.Struct, frozen=True):
-    """Bytes of one GPU (or of host memory), by purpose."""
-
-    parts: Mapping[str, int]
-
-    @property
-    def total(self) -> int:
-        """The sum of all parts."""
-        return sum(self.parts.values())
-
-    def __str__(self) -> str:
-        """The total and its parts, the largest first: `34.6 GiB (parameters and moments 22.5, …)`."""
-        parts = sorted(((size, name) for name, size in self.parts.items() if size >= GIB // 20), reverse=True)
-        named = ", ".join(f"{name} {size / GIB:.1f}" for size, name in parts)
-        return f"{self.total / GIB:.1f} GiB ({named})" if named else f"{self.total / GIB:.1f} GiB"
 
 
 def trainer_memory(config: RunConfig, sizes: Sizes, ranks: int = 0) -> MemoryBudget:
@@ -67,9 +56,9 @@ def trainer_memory(config: RunConfig, sizes: Sizes, ranks: int = 0) -> MemoryBud
     ranks = ranks or trainer_ranks(config)
     tokens, shards = micro_batch_tokens(config, ranks), dp_shard(config, ranks)
     always = {
-        "parameters and moments": _shard(_stored(sizes) + _moment_bytes(config, sizes.trained), shards),
+        "parameters and moments": part_of(_stored(sizes) + _moment_bytes(config, sizes.trained), shards),
         "other models": _other_models_bytes(config, sizes, shards),
-        "weights for the servers": _staging_bytes(config, sizes, shards) if _publishes(config) else 0,
+        "weights for the servers": _staging_bytes(config, sizes, shards) if publishes(config) else 0,
         "copies in compute type": _gathered_bytes(config, sizes, shards),
         "gradients": _gradients(config, sizes, shards),
         "tokens on their way to experts": _traveling(config, sizes, tokens),
@@ -90,69 +79,24 @@ def trainer_memory(config: RunConfig, sizes: Sizes, ranks: int = 0) -> MemoryBud
 
 def least_trainer_memory(sizes: Sizes, ranks: int) -> int:
     """A lower bound of the bytes of a trained model on each of `ranks` ranks: parameters, moments, gradients."""
-    return _shard(_stored(sizes) + (_MOMENTS + _GRADIENT) * sizes.trained, ranks)
+    return part_of(_stored(sizes) + (_MOMENTS + _GRADIENT) * sizes.trained, ranks)
 
 
 def adapter_state_memory(sizes: Sizes, ranks: int) -> int:
     """Bytes on each of `ranks` ranks of one more adapter on a loaded model, including its copy during a checkpoint."""
-    return _shard((2 * _MASTER + _MOMENTS) * sizes.trained, ranks)
-
-
-def server_memory(config: RunConfig, sizes: Sizes) -> MemoryBudget:
-    """The minimum memory of a server on each of its GPUs, with room for one sequence of `model.max_length`."""
-    return MemoryBudget(
-        {
-            "weights": _served_bytes(config, sizes),
-            "weights that arrive": _receive_bytes(config, sizes) if _publishes(config) else 0,
-            "one sequence": sequence_bytes(config, sizes),
-            "drafting model": _drafting_bytes(config, sizes),
-            "logits of drafted tokens": _checked_bytes(config, sizes),
-            "engine": ENGINE,
-            "CUDA": CONTEXT,
-        }
-    )
-
-
-def kv_bytes(config: RunConfig, sizes: Sizes) -> int:
-    """Cache bytes of a token on each GPU of a server while every layer's window includes it; 0 if unknown."""
-    own = _shard((sizes.kv + sizes.kv_window) * sizes.width, min(_server_gpus(config), sizes.kv_heads))
-    return own + (kv_bytes(config, sizes.draft) if sizes.draft else 0)
-
-
-def sequence_bytes(config: RunConfig, sizes: Sizes) -> int:
-    """Cache bytes of a sequence of `model.max_length` on each GPU of a server, of the policy and of a drafting model; 0
-    if unknown.
-
-    For layers with windows, an engine uses somewhat more while it computes a long prompt.
-    """
-    length = config.model.max_length
-    # Layers with a window cache at most `window` tokens of a sequence.
-    numbers = length * sizes.kv + min(length, sizes.window) * sizes.kv_window
-    own = _shard(numbers * sizes.width, min(_server_gpus(config), sizes.kv_heads))
-    return own + (sequence_bytes(config, sizes.draft) if sizes.draft else 0)
-
-
-def sequences(config: RunConfig, sizes: Sizes, memory: int) -> int:
-    """Number of sequences of `model.max_length` that fit into a server's cache on GPUs of `memory` bytes.
-
-    0 or negative if the memory is too small; 0 if the size of a sequence is unknown.
-    """
-    per_sequence = sequence_bytes(config, sizes)
-    own = config.inference.gpu_memory * memory / config.resources.inference.servers_per_gpu
-    room = own - _served_bytes(config, sizes) - _drafting_bytes(config, sizes) - ENGINE
-    return int(room // per_sequence) if per_sequence else 0
+    return part_of((2 * MASTER + _MOMENTS) * sizes.trained, ranks)
 
 
 def host_memory(config: RunConfig, sizes: Sizes) -> MemoryBudget:
     """Host memory of the trainer's rank 0, in addition to a few GiB of torch and CUDA."""
     shards = dp_shard(config, trainer_ranks(config))
-    state = _shard(_MASTER * sizes.trained + _moment_bytes(config, sizes.trained), shards)
-    policy = _shard(_stored(sizes) + _moment_bytes(config, sizes.trained), shards)
-    others = _shard(sum(_other_models(config, sizes)), shards)
+    state = part_of(MASTER * sizes.trained + _moment_bytes(config, sizes.trained), shards)
+    policy = part_of(_stored(sizes) + _moment_bytes(config, sizes.trained), shards)
+    others = part_of(sum(_other_models(config, sizes)), shards)
     moved = policy + others if config.training.offload_idle_models else 0
     published = (
-        _PUBLISHED * _shard(_published_bytes(config, sizes), shards)
-        if _publishes(config) and config.training.staging_device == "host"
+        _PUBLISHED * part_of(published_bytes(config, sizes), shards)
+        if publishes(config) and config.training.staging_device == "host"
         else 0
     )
     return MemoryBudget(
@@ -167,8 +111,8 @@ def describe_memory(config: RunConfig, sizes: Sizes) -> tuple[str, ...]:
         lines.append("  without activations, whose size is unknown for this model")
     if config.has_rollouts:
         lines += _describe_servers(config, sizes)
-    if _publishes(config) and _arrives_on_host(config):
-        text = f"{_arriving_bytes(config, sizes) / GIB:.1f} GiB (weights that arrive), and the engine's own"
+    if publishes(config) and arrives_on_host(config):
+        text = f"{arriving_bytes(config, sizes) / GIB:.1f} GiB (weights that arrive), and the engine's own"
         lines.append(f"host memory of a server process: {text}")
     lines.append(f"host memory of a trainer process: {host_memory(config, sizes)}, and what its libraries take")
     return tuple(lines)
@@ -183,16 +127,6 @@ def _describe_servers(config: RunConfig, sizes: Sizes) -> Iterator[str]:
         memory = memory_bytes(config.resources.gpu_memory)
         room = f"; {sequences(config, sizes, memory)} sequences of {config.model.max_length} fit" if memory else ""
         yield f"  a token takes {per_token / 1024:.1f} KiB of its cache{room}"
-
-
-def trainer_ranks(config: RunConfig) -> int:
-    """Number of trainer processes on all nodes."""
-    return config.resources.trainer.nodes * config.resources.trainer.processes
-
-
-def dp_shard(config: RunConfig, ranks: int) -> int:
-    """Number of trainer processes, out of `ranks`, that share the shards of one replica of the model (HSDP)."""
-    return max(1, ranks // config.training.mesh.dp_replicate)
 
 
 def describe_mesh(config: RunConfig) -> str:
@@ -222,93 +156,20 @@ def micro_batch_tokens(config: RunConfig, ranks: int) -> int:
     return min(training.micro_batch_tokens, math.ceil(rows * config.model.max_length / cp))
 
 
-def min_engine_bytes(config: RunConfig, sizes: Sizes) -> int:
-    """Minimum bytes of a GPU for the engine, within `inference.gpu_memory`, over all servers on the GPU."""
-    parts = server_memory(config, sizes).parts
-    inside = parts["weights"] + parts["drafting model"] + parts["one sequence"] + parts["engine"]
-    return config.resources.inference.servers_per_gpu * inside
-
-
 def colocated_bytes(config: RunConfig, sizes: Sizes) -> int:
     """Bytes of a server's GPU for other users than its engine: `bytes_outside_engine`, and a colocated trainer."""
     trainer = trainer_memory(config, sizes).total if config.resources.colocate else 0
     return trainer + bytes_outside_engine(config, sizes)
 
 
-def bytes_outside_engine(config: RunConfig, sizes: Sizes) -> int:
-    """Bytes of a GPU that its servers need outside of `inference.gpu_memory`: arriving weights, drafted tokens'
-    logits, and CUDA."""
-    parts = server_memory(config, sizes).parts
-    outside = parts["weights that arrive"] + parts["logits of drafted tokens"] + parts["CUDA"]
-    return config.resources.inference.servers_per_gpu * outside
-
-
 def _stored(sizes: Sizes) -> int:
     """Bytes of all ranks' parameters: trained ones in float32, frozen ones in compute type."""
-    return _MASTER * sizes.trained + sizes.width * (sizes.parameters - sizes.trained)
+    return MASTER * sizes.trained + sizes.width * (sizes.parameters - sizes.trained)
 
 
 def _moment_bytes(config: RunConfig, parameters: int) -> int:
     """Bytes of AdamW's moments of this number of parameters, all of them in matrices."""
     return math.ceil(_MOMENT_BYTES[config.optim.state_dtype] * parameters)
-
-
-def _publishes(config: RunConfig) -> bool:
-    """Whether weights are staged on GPUs for their transfer to servers."""
-    return config.has_rollouts and config.weights_backend == "nccl"
-
-
-def _published_bytes(config: RunConfig, sizes: Sizes) -> int:
-    """Bytes of one policy version: the adapter's parameters in float32, or all weights in compute type."""
-    return _MASTER * sizes.trained if config.model.lora.travels_alone else sizes.weights
-
-
-def _receive_bytes(config: RunConfig, sizes: Sizes) -> int:
-    """Memory of each GPU of a server for a policy version: its shard of a whole model, or a whole adapter; and a chunk
-    if several trainer processes send. With `inference.staging_device=host`, a chunk alone instead of the shard."""
-    on_host = _arrives_on_host(config)
-    chunk = WEIGHT_CHUNK if on_host or dp_shard(config, trainer_ranks(config)) > 1 else 0
-    return chunk + (0 if on_host else _arriving_bytes(config, sizes))
-
-
-def _arriving_bytes(config: RunConfig, sizes: Sizes) -> int:
-    """Bytes of a policy version for one process of a server: its shard of a whole model, or a whole adapter."""
-    whole = config.model.lora.travels_alone or config.inference.quantization != "none"
-    return _shard(_published_bytes(config, sizes), 1 if whole else _server_gpus(config))
-
-
-def _served_bytes(config: RunConfig, sizes: Sizes) -> int:
-    """Bytes of the weights with which one process of a server computes. Quantized ones have one byte, but for the
-    embedding and the head; their scales are below a thousandth."""
-    fewer = 0 if config.inference.quantization == "none" else sizes.width - 1
-    return _shard(sizes.weights - fewer * (sizes.parameters - sizes.outside_layers), _server_gpus(config))
-
-
-def _drafting_bytes(config: RunConfig, sizes: Sizes) -> int:
-    """Bytes of a drafting model's weights for one process of a server. It has as many processes as the policy, and
-    FP8 does not apply to it."""
-    return _shard(sizes.draft.weights, _server_gpus(config)) if sizes.draft else 0
-
-
-def _checked_bytes(config: RunConfig, sizes: Sizes) -> int:
-    """Bytes of the logits of all tokens that a server's sequences have drafted; each of its processes has them all."""
-    speculation = config.inference.speculation
-    if speculation.method == "none":
-        return 0
-    tokens = min(config.inference.max_sequences * speculation.tokens, _CHECKED_TOKENS)
-    return _CHECKED_LOGIT * tokens * sizes.vocabulary
-
-
-def _arrives_on_host(config: RunConfig) -> bool:
-    return config.inference.staging_device == "host" and not config.model.lora.travels_alone
-
-
-def _server_gpus(config: RunConfig) -> int:
-    return max(1, config.resources.inference.gpus)
-
-
-def _shard(size: int, ranks: int) -> int:
-    return -(-size // ranks)
 
 
 def _staging_bytes(config: RunConfig, sizes: Sizes, shards: int) -> int:
@@ -318,8 +179,8 @@ def _staging_bytes(config: RunConfig, sizes: Sizes, shards: int) -> int:
     """
     on_host = config.training.staging_device == "host"
     servers = config.resources.inference.nodes * config.resources.inference.servers
-    gathering = servers * 2 * WEIGHT_CHUNK if on_host or _server_gpus(config) > 1 else 0
-    return gathering + (0 if on_host else _PUBLISHED * _shard(_published_bytes(config, sizes), shards))
+    gathering = servers * 2 * WEIGHT_CHUNK if on_host or server_gpus(config) > 1 else 0
+    return gathering + (0 if on_host else _PUBLISHED * part_of(published_bytes(config, sizes), shards))
 
 
 def _other_models_bytes(config: RunConfig, sizes: Sizes, shards: int) -> int:
@@ -330,16 +191,16 @@ def _other_models_bytes(config: RunConfig, sizes: Sizes, shards: int) -> int:
     """
     others = _other_models(config, sizes)
     if not config.training.offload_idle_models:
-        return _shard(sum(others), shards)
+        return part_of(sum(others), shards)
     policy = _stored(sizes) + _moment_bytes(config, sizes.trained) + _GRADIENT * sizes.trained
-    return _shard(max(0, max(others) - policy), shards)
+    return part_of(max(0, max(others) - policy), shards)
 
 
 def _other_models(config: RunConfig, sizes: Sizes) -> tuple[int, int]:
     """Bytes of all ranks of a reference without gradients, and of a critic, which is trained whole."""
     compared = config.has_preference and config.preference.formula.has_reference
     reference = sizes.weights if config.has_reference or compared else 0
-    whole = (_MASTER + _GRADIENT) * sizes.parameters + _moment_bytes(config, sizes.parameters)
+    whole = (MASTER + _GRADIENT) * sizes.parameters + _moment_bytes(config, sizes.parameters)
     trained = whole if config.loss.estimator.has_critic else 0
     return reference, trained
 
@@ -360,7 +221,7 @@ def _layer(config: RunConfig, sizes: Sizes) -> int:
 
 def _without_spread(config: RunConfig, parameters: int, experts: int) -> int:
     """The number of `parameters` with which a process computes, if `experts` of them are sharded over `ep` ranks."""
-    return parameters - experts + _shard(experts, config.training.mesh.ep)
+    return parameters - experts + part_of(experts, config.training.mesh.ep)
 
 
 def _tables(config: RunConfig, tokens: int) -> int:
@@ -372,7 +233,7 @@ def _tables(config: RunConfig, tokens: int) -> int:
 
 def _gradients(config: RunConfig, sizes: Sizes, shards: int) -> int:
     if config.training.reshard_after_forward:
-        return _shard(_GRADIENT * sizes.trained, shards)
+        return part_of(_GRADIENT * sizes.trained, shards)
     # ZeRO-2: a rank holds whole gradients until the last micro-batch, except those of experts sharded over `ep` ranks.
     experts = sizes.experts if sizes.trained == sizes.parameters else 0
     return _GRADIENT * _without_spread(config, sizes.trained, experts)

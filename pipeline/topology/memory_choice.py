@@ -11,7 +11,8 @@ from typing import Any
 from pipeline.config import RunConfig
 from pipeline.config.value_types import memory_bytes
 from pipeline.errors import ConfigError
-from pipeline.topology.gpu_memory import GIB, trainer_memory
+from pipeline.topology.gpu_memory import trainer_memory
+from pipeline.topology.memory_budget import GIB
 from pipeline.topology.memory_fit import check_memory
 from pipeline.topology.sizes import Sizes
 

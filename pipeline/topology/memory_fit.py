@@ -14,18 +14,9 @@ from msgspec.structs import replace
 from pipeline.config import RunConfig
 from pipeline.config.value_types import memory_bytes
 from pipeline.errors import ConfigError
-from pipeline.topology.gpu_memory import (
-    CONTEXT,
-    GIB,
-    MemoryBudget,
-    bytes_outside_engine,
-    colocated_bytes,
-    dp_shard,
-    min_engine_bytes,
-    server_memory,
-    trainer_memory,
-    trainer_ranks,
-)
+from pipeline.topology.gpu_memory import colocated_bytes, trainer_memory
+from pipeline.topology.memory_budget import CONTEXT, GIB, MemoryBudget, dp_shard, trainer_ranks
+from pipeline.topology.server_memory import bytes_outside_engine, min_engine_bytes, server_memory
 from pipeline.topology.sizes import Sizes
 
 _MIB = 1 << 20

@@ -19,7 +19,8 @@ from pipeline.config.model_directory import describe_weights
 from pipeline.environments.games.game_process import shared_games
 from pipeline.errors import ConfigError, RollcallError
 from pipeline.topology.assignment import describe_plan
-from pipeline.topology.gpu_memory import describe_memory, describe_mesh, trainer_ranks
+from pipeline.topology.gpu_memory import describe_memory, describe_mesh
+from pipeline.topology.memory_budget import trainer_ranks
 from pipeline.topology.plan import Plan
 from pipeline.train.batching.conversation_rows import ansi_highlight, first_trainable_row
 from pipeline.utils import terminal

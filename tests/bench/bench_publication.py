@@ -26,7 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 from pipeline.config import InferenceConfig
 from pipeline.inference.weight_sync.server_sync import MeetingPoint
 from pipeline.inference.weight_sync.weight_sender import WeightSender
-from pipeline.topology.gpu_memory import WEIGHT_CHUNK
+from pipeline.topology.memory_budget import WEIGHT_CHUNK
 from pipeline.train.batching.packing import Budget
 from pipeline.train.controller.lead_or_serve import run_controller_or_worker
 from pipeline.train.controller.rank_group import RankGroup

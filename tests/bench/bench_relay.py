@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.inference.weight_sync.relay_plan import RelayPlan
-from pipeline.topology.gpu_memory import WEIGHT_CHUNK
+from pipeline.topology.memory_budget import WEIGHT_CHUNK
 from tests.bench.tables import judge, markdown
 
 COLUMNS = ("servers", "way", "models sent by the trainer", "s to the last server", "s with its first relay lost")

@@ -29,7 +29,8 @@ import torch
 from transformers import AutoConfig
 
 from pipeline.config import LoraConfig, LossConfig, ModelConfig, OptimConfig
-from pipeline.topology.gpu_memory import GIB, describe_mesh, trainer_memory
+from pipeline.topology.gpu_memory import describe_mesh, trainer_memory
+from pipeline.topology.memory_budget import GIB
 from pipeline.train.batching.packing import Budget
 from pipeline.train.batching.sequences import Batch, TrainSequence
 from pipeline.train.controller.rank_group import RankGroup

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.inference.vllm.stock_functions import stock_function
-from pipeline.topology.gpu_memory import ENGINE, GIB
+from pipeline.topology.memory_budget import GIB
+from pipeline.topology.server_memory import ENGINE
 
 SHARED = "ROLLCALL_SHARED_GPU"
 """The environment variable of a server that is 1 if its GPUs are shared."""

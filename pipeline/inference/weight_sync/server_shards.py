@@ -22,7 +22,7 @@ from torch import Tensor
 from pipeline.errors import WeightSyncError
 from pipeline.inference.weight_sync.byte_runs import ByteRun, merged_runs, span_of, window_span
 from pipeline.inference.weight_sync.transports.gloo import Parameter, WeightLayout
-from pipeline.topology.gpu_memory import WEIGHT_CHUNK
+from pipeline.topology.memory_budget import WEIGHT_CHUNK
 
 
 class Slice(NamedTuple):

@@ -23,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.config import RunConfig
-from pipeline.topology.gpu_memory import micro_batch_tokens, trainer_ranks
+from pipeline.topology.gpu_memory import micro_batch_tokens
+from pipeline.topology.memory_budget import trainer_ranks
 from pipeline.train.batching.sequences import Batch, TrainSequence
 from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.group_batches import Pulse

@@ -9,7 +9,8 @@ import torch
 
 from pipeline.config import ModelConfig
 from pipeline.errors import ConfigError
-from pipeline.topology.gpu_memory import GIB, adapter_state_memory, least_trainer_memory
+from pipeline.topology.gpu_memory import adapter_state_memory, least_trainer_memory
+from pipeline.topology.memory_budget import GIB
 from pipeline.topology.sizes import Sizes
 from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.controller.rank_process import RankState

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from pipeline.inference.vllm.kv_cache_size import SHARED, cache_bytes_left, limit_to_share
-from pipeline.topology.gpu_memory import ENGINE, GIB
+from pipeline.topology.memory_budget import GIB
+from pipeline.topology.server_memory import ENGINE
 
 FREE = 7 * GIB
 """What vLLM itself would find."""

@@ -10,21 +10,11 @@ from pipeline.config import ModelConfig, OptimConfig, RunConfig
 from pipeline.config.schema import MomentType
 from pipeline.config.value_types import memory_bytes
 from pipeline.errors import ConfigError
-from pipeline.topology.gpu_memory import (
-    GIB,
-    WEIGHT_CHUNK,
-    describe_memory,
-    describe_mesh,
-    host_memory,
-    micro_batch_tokens,
-    sequence_bytes,
-    sequences,
-    server_memory,
-    trainer_memory,
-    trainer_ranks,
-)
+from pipeline.topology.gpu_memory import describe_memory, describe_mesh, host_memory, micro_batch_tokens, trainer_memory
+from pipeline.topology.memory_budget import GIB, WEIGHT_CHUNK, trainer_ranks
 from pipeline.topology.memory_fit import check_memory, max_gpu_memory_utilization, trainer_allowance
 from pipeline.topology.plan import make_plan
+from pipeline.topology.server_memory import sequence_bytes, sequences, server_memory
 from pipeline.topology.sizes import Sizes, sizes_of_run
 from tests.fakes.configs import make_config
 

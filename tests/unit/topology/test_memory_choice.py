@@ -6,7 +6,8 @@ import pytest
 from msgspec.structs import replace
 
 from pipeline.errors import ConfigError
-from pipeline.topology.gpu_memory import GIB, trainer_memory
+from pipeline.topology.gpu_memory import trainer_memory
+from pipeline.topology.memory_budget import GIB
 from pipeline.topology.memory_choice import choose_memory
 from pipeline.topology.memory_fit import check_memory
 from pipeline.topology.sizes import Sizes

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pipeline.errors import TrainingError
-from pipeline.topology.gpu_memory import GIB
+from pipeline.topology.memory_budget import GIB
 from pipeline.topology.memory_fit import trainer_allowance
 from pipeline.train.controller.lead_or_serve import run_role_of_rank
 from pipeline.train.controller.rank_process import Deadlines, joined_world
