@@ -364,6 +364,13 @@ time.sleep(600)
     wait_for("the server to end", lambda: all(gone(pid) for pid in below) and not folder.exists(), SECONDS)
 
 
+def test_a_server_that_cannot_be_started_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(OSError, match="Argument list too long"):
+        ForkServer.start([Stage(SMALL, [])], ready=0, environment={"LARGE": "x" * (1 << 20)})
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_new_server_removes_the_folder_of_one_that_was_killed_and_of_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
