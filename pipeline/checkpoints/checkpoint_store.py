@@ -209,6 +209,11 @@ def copies_of(storage: Storage, name: str) -> list[str]:
     return [f"{name}/{attempt}" for attempt in storage.folders(name)]
 
 
+def has_marker(storage: Storage, folder: str) -> bool:
+    """Whether COMPLETE is in a folder of `copies_of`, also on a store that lists new files late."""
+    return storage.size(f"{folder}/{COMPLETE}") is not None
+
+
 def valid_copy(storage: Storage, name: str, ownership: Ownership) -> set[str]:
     """The folder of the complete copy of the checkpoint `name` that counts; empty if there is none."""
     try:
@@ -248,8 +253,11 @@ def _complete_copy(storage: Storage, name: str, attempt: str) -> Checkpoint:
 def _check_sizes(storage: Storage, folder: str, manifest: CheckpointManifest) -> None:
     sizes = storage.sizes(folder)
     for file, record in manifest.files.items():
-        if sizes.get(file) != record.size:
-            actual = f"{sizes[file]} bytes" if file in sizes else "missing"
+        size = sizes.get(file)
+        if size != record.size:  # the listing of a store may be older than the file
+            size = storage.size(f"{folder}/{file}")
+        if size != record.size:
+            actual = "missing" if size is None else f"{size} bytes"
             raise DamagedCheckpointError(f"{folder}/{file} is {actual}; its manifest has {record.size} bytes")
 
 

@@ -73,6 +73,16 @@ class Storage:
                 return {}
             return {_last(entry["name"]): entry["size"] for entry in entries if entry["type"] == "file"}
 
+    def size(self, name: str) -> int | None:
+        """Size in bytes of a file by its name, or None if it is absent. Some stores list a new file only later."""
+        with self._translated("read", name):
+            self._fs.invalidate_cache()
+            try:
+                entry = self._fs.info(self._path(name))
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            return int(entry["size"]) if entry["type"] == "file" else None
+
     @contextmanager
     def open(self, name: str) -> Iterator[IO[bytes]]:
         """Open a file for random-access reading."""

@@ -6,7 +6,15 @@ removal starts with the COMPLETE file, so an interrupted one leaves no folder th
 
 import logging
 
-from pipeline.checkpoints.checkpoint_store import COMPLETE, Checkpoint, copies_of, folder_names, is_newer, valid_copy
+from pipeline.checkpoints.checkpoint_store import (
+    COMPLETE,
+    Checkpoint,
+    copies_of,
+    folder_names,
+    has_marker,
+    is_newer,
+    valid_copy,
+)
 from pipeline.checkpoints.fencing import Fence, read_ownership
 from pipeline.checkpoints.fsspec_storage import Storage
 from pipeline.errors import CheckpointError, SupersededError
@@ -46,7 +54,7 @@ def remove_unfinished(root: str, owner: str, *, over: bool = False) -> list[str]
     try:
         folders = [folder for name in folder_names(storage) for folder in copies_of(storage, name)]
         ended = [folder for folder in folders if over or folder.partition("/")[2] != owner]
-        unfinished = [folder for folder in ended if COMPLETE not in storage.sizes(folder)]
+        unfinished = [folder for folder in ended if not has_marker(storage, folder)]
         _remove(storage, fence, unfinished)
     except SupersededError:
         raise
@@ -62,7 +70,7 @@ def complete_folders(storage: Storage) -> list[str]:
     """Folders that count and have a COMPLETE file, damaged or not, as `<job>-<step>/<attempt>`, the newest first."""
     ownership = read_ownership(storage)
     folders = [folder for name in folder_names(storage) for folder in copies_of(storage, name)]
-    return [folder for folder in folders if ownership.counts(*folder.split("/")) and COMPLETE in storage.sizes(folder)]
+    return [folder for folder in folders if ownership.counts(*folder.split("/")) and has_marker(storage, folder)]
 
 
 def _remove(storage: Storage, fence: Fence, folders: list[str]) -> None:

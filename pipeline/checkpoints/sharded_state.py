@@ -109,6 +109,8 @@ def _outcome(work: Callable[[], Any]) -> Any:
         return work()
     except CheckpointError as error:
         return error
+    except Exception as error:  # noqa: BLE001 (the other ranks wait for the outcome, whatever it is)
+        return CheckpointError(one_line(error))
 
 
 def _value(outcome: Any) -> Any:

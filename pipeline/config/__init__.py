@@ -27,6 +27,7 @@
 | `run_identity` | the keys that identify a run |
 | `frozen_config` | the copy in the run directory |
 | `model_directory` | model directories, including built-in ones |
+| `model_shape_checks` | the rules between the sizes in a model's config.json |
 | `packaged_model` | models whose weights an installed package contains |
 """
 

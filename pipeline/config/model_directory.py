@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import conf
 from pipeline.config import LoraConfig, ModelConfig, RunConfig, closest_match
+from pipeline.config.model_shape_checks import find_shape_mistake
 from pipeline.config.packaged_model import PREFIX, packaged_directory
 from pipeline.errors import ConfigError
 
@@ -32,8 +33,11 @@ def model_directory(model: ModelConfig) -> Path:
         raise _error(model, "a directory with config.json and tokenizer.json", _hint(model.path))
     if not (directory / "tokenizer.json").is_file():
         raise _error(model, "a tokenizer.json in that directory", "save the fast tokenizer there")
-    if "model_type" not in _settings(model, directory):
+    settings = _settings(model, directory)
+    if "model_type" not in settings:
         raise _error(model, "a config.json with a model_type", "copy the one that belongs to the model there")
+    if mistake := find_shape_mistake(_text_part(settings)):
+        raise _error(model, *mistake)
     first = initial_weights(model)
     if model.lora.rank and first == "random":
         hint = "train a base first and set model.path to it, with model.init=pretrained"
@@ -210,7 +214,10 @@ def _rope_type(rope: dict[str, Any]) -> object:
 
 def _text_settings(model: ModelConfig) -> dict[str, Any]:
     """The settings of the language model in a config, which may describe a larger model."""
-    settings = _settings(model, model_directory(model))
+    return _text_part(_settings(model, model_directory(model)))
+
+
+def _text_part(settings: dict[str, Any]) -> dict[str, Any]:
     text = settings.get("text_config")
     return text if isinstance(text, dict) else settings
 

@@ -92,6 +92,10 @@ class Mix(Task):
     def can_replay(self, prompt: Prompt) -> bool:
         return self._tasks[prompt.task].can_replay(prompt)
 
+    def prepare_worker(self) -> None:
+        for task in self._tasks.values():
+            task.prepare_worker()
+
     async def aclose(self) -> None:
         for task in self._tasks.values():
             await task.aclose()

@@ -231,6 +231,11 @@ class Task(ABC):
         """
         return type(self).rollout is Task.rollout
 
+    def prepare_worker(self) -> None:  # noqa: B027 most tasks have nothing to start
+        """Start what calls in this worker process need, such as a server. Called once in each worker, before its calls;
+        `cluster.startup_seconds` bounds it, not `task.seconds`. Raise a `RollcallError` with the reason of a failure.
+        """
+
     async def aclose(self) -> None:  # noqa: B027 most tasks have nothing to release
         """Release what `rollout` holds between episodes, such as processes. The actor calls it at its end."""
 

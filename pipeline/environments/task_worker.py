@@ -85,6 +85,7 @@ def main() -> None:
             task = load_task(setup.task, setup.seed)
             check_sandbox(task, setup.task)
             functions = load_rewards(setup.reward, task)
+            task.prepare_worker()
             calls = InProcessCalls(task, ChatTemplate(setup.model), functions, setup.task.seconds)
         except RollcallError as error:
             channel.reply(str(error))

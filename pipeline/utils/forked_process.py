@@ -60,21 +60,31 @@ class ForkServer:
         server cannot be started.
         """
         folder = _make_folder()
+        try:
+            process = cls._popen(folder, stages, ready, {**environment, **folders(folder)})
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return cls(folder, process)
+
+    @staticmethod
+    def _popen(
+        folder: Path, stages: Sequence[Stage], ready: int, environment: Mapping[str, str]
+    ) -> "subprocess.Popen[bytes]":
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening, _locked_log(folder) as log:
             listening.bind(str(folder / "socket"))
             listening.listen(socket.SOMAXCONN)
             number = listening.fileno()
             arguments = (str(folder), str(os.getpid()), str(number), json.dumps([asdict(stage) for stage in stages]))
-            process = subprocess.Popen(
+            return subprocess.Popen(
                 [sys.executable, "-P", fork_server.__file__, *arguments, str(ready), _PADDING],
-                env=_environment({**environment, **folders(folder)}),
+                env=_environment(environment),
                 pass_fds=[number],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
-        return cls(folder, process)
 
     def __enter__(self) -> "ForkServer":
         return self

@@ -168,7 +168,7 @@ class Supervisor:
             self._injector = FaultInjector.of_roles(self._paths, self.roles, self._clock)
         self._losses.follow([role.context for role in self.roles])
         for role in self.roles[len(known) :]:
-            role.context.forget_status()
+            retry_transient("its status", role.context.forget_status, FINAL_WRITE_TIMEOUT, self._clock)
             self._start(role)
 
     def _write(self, write: Callable[[], object]) -> None:

@@ -92,7 +92,7 @@ def summarize_attempt(
     draining, failed = published.get("draining"), published.get("failed")
     failure = first.one_line() if first else failed.detail if failed else ""
     stopped = draining is not None and _preceded(published, bool(first))
-    committer = newest_committer(run)
+    committer = newest_committer(run, paths)
     return AttemptSummary(
         restart=restart,
         finished=is_finished(run),
@@ -108,15 +108,19 @@ def summarize_attempt(
     )
 
 
-def newest_committer(run: RunPaths) -> str:
+def newest_committer(run: RunPaths, paths: AttemptPaths) -> str:
     """The attempt that saved the run's newest checkpoint; empty if there is none.
 
-    Job files name their own checkpoint directories, which runs may share. For these the trainer's markers count.
+    Job files name their own checkpoint directories, which runs may share. For these the trainer's markers count: the
+    latest attempt of the job of `paths`, else any of an earlier job. Times of markers are not compared, since they come
+    from the clocks of several nodes.
     """
     if newest := newest_checkpoint(recorded_root(run)):
         return attempt_of(newest.manifest.attempt)
-    marks = [folder / COMMITTED for folder in run.attempts.glob("*") if COMMITTED in FileSharedDir(folder).names()]
-    return max(marks, key=lambda mark: mark.stat().st_mtime_ns).parent.name if marks else ""
+    committers = [folder.name for folder in run.attempts.glob("*") if COMMITTED in FileSharedDir(folder).names()]
+    prefix = paths.attempt.rpartition("-")[0] + "-"
+    restarts = [int(name.removeprefix(prefix)) for name in committers if name.startswith(prefix)]
+    return f"{prefix}{max(restarts)}" if restarts else "".join(committers[:1])
 
 
 def failures_before(run: RunPaths, paths: AttemptPaths, restart: int, committer: str) -> int:

@@ -27,7 +27,7 @@ from pipeline.utils.fs_retry import FINAL_WRITE_TIMEOUT, retry_transient
 from pipeline.utils.shared_dir import FileSharedDir
 from pipeline.utils.user_commands import user_command
 from pipeline.utils.waiting import CLOCK, Clock, wait_for
-from slurm.batch.attempt_summary import MAX_PAUSE, refresh_listing
+from slurm.batch.attempt_summary import refresh_listing
 from slurm.batch.executors import RunJob
 from slurm.monitor.live_view import follow_run
 from slurm.registry import run_registry
@@ -58,37 +58,49 @@ def run_title(root: Path) -> str:
 def follow_job(job: RunJob, interrupted: Sequence[signal.Signals]) -> int:
     """Show the run until its job is over. Returns the run's exit code, or 0 if a signal ended the display."""
     follow_run(job.run.root, lambda: bool(interrupted) or job.done())
-    if not interrupted:
-        return conclude_job(job)
-    print(f"left; job {job.job_id} continues", flush=True)
+    if interrupted:
+        return _leave(job, "continues")
+    return conclude_job(job, interrupted=interrupted)
+
+
+def _leave(job: RunJob, state: str) -> int:
+    print(f"left; job {job.job_id} {state}", flush=True)
     return 0
 
 
-def conclude_job(job: RunJob, clock: Clock = CLOCK) -> int:
-    """Print how the job ended, as its last attempt recorded it. Returns the exit code."""
-    attempt = retry_transient("the end of the job", lambda: _last_attempt(job, clock), FINAL_WRITE_TIMEOUT, clock)
+def conclude_job(job: RunJob, clock: Clock = CLOCK, interrupted: Sequence[signal.Signals] = ()) -> int:
+    """Print how the job ended, as its last attempt recorded it. Returns the exit code, or 0 if a signal is added to
+    `interrupted` before the end is visible in the run's files."""
+    attempt = retry_transient(
+        "the end of the job", lambda: _last_attempt(job, clock, interrupted), FINAL_WRITE_TIMEOUT, clock
+    )
+    if interrupted:
+        return _leave(job, f"has ended ({job.state})")
     if attempt is not None:
         return conclude_run(job.run, attempt, [], job.state, clock)
     print(f"job {job.job_id} ended before it started ({job.state}); the same command submits it again", file=sys.stderr)
     return exit_code(signal.SIGTERM) if job.state == CANCELLED else 1
 
 
-def _last_attempt(job: RunJob, clock: Clock) -> AttemptPaths | None:
+def _last_attempt(job: RunJob, clock: Clock, interrupted: Sequence[signal.Signals]) -> AttemptPaths | None:
     """The job's last attempt, once the job's end is visible in the run's files; None if it never had one."""
     refresh_listing(job.run)
     if job.state in MAY_BE_FINISHED:
-        _await_end(job, clock)
+        _await_end(job, clock, interrupted)
     attempt = run_registry.last_attempt(job.run, job.job_id)
     if attempt is None and is_finished(job.run):
         attempt = job.run.attempt(run_registry.identity(job.run).run_id, f"{job.job_id}-0")
     return attempt
 
 
-def _await_end(job: RunJob, clock: Clock) -> None:
-    """Wait until the job's end is visible in the run's files, at most the visibility delay of the file system."""
+def _await_end(job: RunJob, clock: Clock, interrupted: Sequence[signal.Signals]) -> None:
+    """Wait until the job's end is visible in the run's files, at most the visibility delay of the file system, or until
+    a signal arrives. A signal does not end the pause between two looks, so the pause is short."""
     config = read_frozen_config(job.run)
 
     def shows() -> bool:
+        if interrupted:
+            return True
         refresh_listing(job.run)
         attempt = run_registry.last_attempt(job.run, job.job_id)
         outcome = _outcome(attempt) if attempt is not None else None
@@ -96,7 +108,7 @@ def _await_end(job: RunJob, clock: Clock) -> None:
 
     try:
         late = config.cluster.lateness if config is not None else 0.0
-        wait_for("the end of the run", shows, late, longest_pause=MAX_PAUSE, clock=clock)
+        wait_for("the end of the run", shows, late, longest_pause=1.0, clock=clock)
     except DeadlineError:
         return  # `_print_end` then reports an end without a reason
 

@@ -76,6 +76,13 @@ def test_every_rank_learns_that_a_save_failed(tmp_path: Path) -> None:
     assert newest_checkpoint(str(tmp_path / "checkpoints")) is None
 
 
+def test_every_rank_learns_of_an_error_on_rank_0_alone_that_is_no_filesystems(tmp_path: Path) -> None:
+    run_ranks(2, ranks.fail_on_rank_0, str(tmp_path / "checkpoints"), tmp_path)
+    told = [(tmp_path / f"error-{rank}").read_text() for rank in (0, 1)]
+    assert told == ["TypeError: Encoding objects of type object is unsupported"] * 2
+    assert newest_step(str(tmp_path / "checkpoints")) == 2
+
+
 def test_a_save_killed_in_the_middle_leaves_the_one_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = str(tmp_path / "checkpoints")
     commit(root, 25)

@@ -3,13 +3,15 @@
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import fsspec.config
 import pytest
 import torch
+from moto.s3.models import S3Backend
 
-from pipeline.checkpoints import Checkpoint, Fence, TrainerState, newest_checkpoint, prune
+from pipeline.checkpoints import Checkpoint, Fence, TrainerState, newest_checkpoint, prune, remove_unfinished
 from pipeline.checkpoints.fsspec_storage import Storage
 from pipeline.checkpoints.sharded_state import load_shards, save
 from pipeline.errors import CheckpointError
@@ -77,6 +79,31 @@ def test_pruning_removes_old_ones_and_nothing_else(root: str) -> None:
     assert found is not None
     load_shards(found, into)
     assert into["w"].tolist() == [75.0] * 3
+
+
+@pytest.fixture
+def listed(server: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The server lists only keys with one of these endings, as a store does which lists new keys later."""
+    endings, whole = list[str](), S3Backend.list_objects
+
+    def late(backend: S3Backend, *arguments: Any, **options: Any) -> Any:
+        keys, folders, *rest = whole(backend, *arguments, **options)
+        return ([key for key in keys if key.name.endswith(tuple(endings))], folders if endings else [], *rest)
+
+    monkeypatch.setattr(S3Backend, "list_objects", late)
+    return endings
+
+
+def test_a_store_that_lists_new_files_late_completes_a_checkpoint_and_loses_none(root: str, listed: list[str]) -> None:
+    Fence(root, "1-0").claim()
+    commit(root, 25)
+    listed.append("/.metadata")
+    found = newest_checkpoint(root)
+    assert found is not None
+    assert found.name == "rl-25"
+    Fence(root, "1-1").claim()
+    assert remove_unfinished(root, "1-1") == []
+    assert found.read("state.msgpack")
 
 
 def test_what_another_process_commits_after_a_listing_is_found(root: str, tmp_path: Path) -> None:

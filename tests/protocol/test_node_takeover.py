@@ -1,5 +1,6 @@
 """A spare node takes over the roles of a lost one; with real supervisors and processes."""
 
+import errno
 import os
 import signal
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from functools import partial
 
 import pytest
 
+from pipeline.roles.role_context import RoleContext
 from pipeline.run.notices import read_notices
 from pipeline.utils.waiting import wait_for
 from slurm.agent.node_takeover import RESTARTS_PER_LOSS, replace_lost_node
@@ -41,6 +43,26 @@ def test_a_spare_takes_over_and_the_lost_agent_that_still_runs_ends_its_roles_an
     assert run.first_failure.rank == 3
     assert run.ends[2] == "preempted"
     assert run.left() == set()
+
+
+def test_a_disk_that_fails_for_a_moment_does_not_end_the_agent_of_the_spare(
+    attempt: Callable[..., Attempt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = attempt(spare=True)
+    wait_for("all roles", run.all_ready, WAIT_SECONDS)
+    forget, errors = RoleContext.forget_status, [errno.EIO, errno.ESTALE]
+
+    def fails(context: RoleContext) -> None:
+        if errors:
+            raise OSError(errors.pop(), "the disk fails")
+        forget(context)
+
+    monkeypatch.setattr(RoleContext, "forget_status", fails)
+    assert replace_lost_node(run.paths, make_config(), 2, "gone", "agent.1") == (True, "")
+    wait_for("the server on the spare", partial(run.has_been, "inference.0", UP * 2), WAIT_SECONDS)
+    assert not errors
+    run.events.publish("training_finished", "trainer.0")
+    assert run.join() == {"finished", "preempted"}
 
 
 def test_a_trainer_on_a_spare_node_has_a_later_restart_number_and_the_run_ends_with_it(

@@ -1,7 +1,7 @@
 """The built-in task `openenv`: environments behind a server of OpenEnv, which the job starts or which runs elsewhere.
 
-Each worker process starts a separate server with `command`, when it opens its first game. Only the server needs the
-library.
+Each worker process starts a separate server with `command` before its first call, so that `task.seconds` need not
+cover the start. Only the server needs the library.
 """
 
 from functools import cached_property
@@ -14,6 +14,7 @@ from pipeline.environments.games.game_protocol import Game
 from pipeline.environments.games.game_task import GameTask, TextActionOptions
 from pipeline.environments.games.openenv_game import ACTION, OpenEnvGame, OpenEnvText
 from pipeline.environments.games.openenv_server import NO_REPLY, UNREACHABLE, LocalServer, OpenEnvError, Session
+from pipeline.errors import ConfigError
 
 
 class OpenEnvOptions(TextActionOptions):
@@ -52,6 +53,13 @@ class OpenEnvTask(GameTask):
     name = "openenv"
     Options = OpenEnvOptions
     options: OpenEnvOptions
+
+    def prepare_worker(self) -> None:
+        if self.options.command:
+            try:
+                _ = self._server  # starts it
+            except OpenEnvError as error:
+                raise ConfigError(*self._opened_by(), str(error)) from None
 
     def open_game(self) -> Game:
         options = self.options

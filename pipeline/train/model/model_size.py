@@ -7,6 +7,8 @@ determined for an architecture is 0, not a guess. Must not know ranks, devices, 
     sizes_of(config.model)          # Sizes(parameters=4022468096, …)
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.config import ModelConfig
 from pipeline.config.model_directory import model_directory
-from pipeline.errors import ConfigError, one_line
+from pipeline.errors import ConfigError, RollcallError, one_line
 from pipeline.topology.sizes import Sizes
 from pipeline.train.model import attention_shapes as shapes
 from pipeline.train.model.activation_size import ATTENTION, activations_of
@@ -27,12 +29,9 @@ from pipeline.train.model.routing_replay import RoutingReplay
 
 def sizes_of(config: ModelConfig) -> Sizes:
     """The sizes of the policy; `ConfigError` for a directory without a model that transformers supports."""
-    directory = model_directory(config)
-    try:
-        return _count(_meta_model(directory, config))
-    except (ValueError, KeyError, OSError, ImportError, AttributeError) as error:
-        expected = "a model that transformers supports, with a list of layers"
-        raise ConfigError("model.path", config.path, expected, one_line(error)[:200]) from None
+    network = _meta_model(model_directory(config), config)
+    with _supported(config):
+        return _count(network)
 
 
 def _count(network: Any) -> Sizes:
@@ -104,7 +103,7 @@ def _experts(network: Any) -> dict[str, Any]:
 
 def _meta_model(directory: Path, config: ModelConfig) -> Any:
     """The network in compute type on the meta device, with the adapters of the config."""
-    with torch.device("meta"):
+    with _supported(config), torch.device("meta"):
         network = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(directory), dtype=getattr(torch, config.dtype), attn_implementation=ATTENTION
         )
@@ -115,6 +114,19 @@ def _meta_model(directory: Path, config: ModelConfig) -> Any:
             # An adapter to start from has the same size as a new one, and need not be read.
             lora.add_adapters(network, config.lora.model_copy(update={"adapter": ""}))
     return network.train()
+
+
+@contextmanager
+def _supported(config: ModelConfig) -> Iterator[None]:
+    """Raise `ConfigError` for any error of transformers: config.json is input, and a mistake raises what the code of
+    its family happens to raise."""
+    try:
+        yield
+    except RollcallError:
+        raise
+    except Exception as error:  # noqa: BLE001 (the boundary to transformers)
+        expected = "a model that transformers supports, with a list of layers"
+        raise ConfigError("model.path", config.path, expected, one_line(error)[:400]) from None
 
 
 def _cache(settings: Any, layers: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -106,6 +106,16 @@ def fail_together(rank: int, root: str, folder: Path) -> None:
         save(root, "1-0", TrainerState(job="rl", step=1), tensors)
     except CheckpointError as error:
         (folder / f"error-{rank}").write_text(str(error))
+
+
+@joined()
+def fail_on_rank_0(rank: int, root: str, folder: Path) -> None:
+    """Rank 0 cannot encode its position, an error of no filesystem; the next save must not be disturbed."""
+    for step, ledger in ((1, cast(bytes, object())), (2, b"")):
+        try:
+            save(root, "1-0", TrainerState(job="rl", step=step, ledger=ledger), {f"own-{rank}": torch.ones(3)})
+        except CheckpointError as error:
+            (folder / f"error-{rank}").write_text(str(error))
 
 
 @joined()

@@ -1,5 +1,6 @@
 """The requeue as it is carried out: what is read, waited for, written and asked, in which order."""
 
+import os
 import signal
 import time
 
@@ -131,6 +132,17 @@ def test_what_jobs_of_files_commit_counts_as_commits_of_the_run(cluster: Cluster
         outcome = cluster.end()
     assert (outcome.decision, outcome.failures) == ("stopped", 2)
     assert cluster.restart == 2
+
+
+def test_of_two_attempts_with_a_mark_the_later_counts_although_its_clock_is_behind(cluster: Cluster) -> None:
+    for skew in (0.0, -3600.0):
+        paths = cluster.attempt()
+        paths.checkpointed.touch()
+        written = time.time() + skew
+        os.utime(paths.checkpointed, (written, written))
+        fail(paths)
+        cluster.leave(paths)
+        assert cluster.end(1).failures == 0
 
 
 def test_a_job_that_failed_after_its_commits_is_tried_again(cluster: Cluster) -> None:

@@ -1,6 +1,7 @@
 """Which model directories can be trained and served, and how they are kept."""
 
 import json
+import re
 import runpy
 import shutil
 from pathlib import Path
@@ -39,6 +40,34 @@ def test_adapters_need_a_base_whose_weights_are_on_disk(base: Path) -> None:
     (base / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"\*\.safetensors"):
         model_directory(ModelConfig(path=str(base), lora=LORA))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"layer_types": ["full_attention"]}, "layer_types for num_hidden_layers=4; it has 1 of them"),
+        ({"layer_types": "full_attention"}, "whose layer_types is a list; it is 'full_attention'"),
+        ({"hidden_size": -128}, "whose hidden_size is a positive integer; it is -128"),
+        ({"hidden_size": "128"}, "whose hidden_size is a positive integer; it is '128'"),
+        ({"hidden_size": 128.5}, "whose hidden_size is a positive integer; it is 128.5"),
+        ({"num_hidden_layers": 0}, "whose num_hidden_layers is a positive integer; it is 0"),
+        ({"num_key_value_heads": 0}, "whose num_key_value_heads is a positive integer; it is 0"),
+        ({"num_attention_heads": 5}, "whose num_key_value_heads divides num_attention_heads=5; it is 2"),
+        ({"vocab_size": "many"}, "whose vocab_size is a positive integer; it is 'many'"),
+        ({"max_position_embeddings": -5}, "whose max_position_embeddings is a positive integer; it is -5"),
+        ({"intermediate_size": True}, "whose intermediate_size is a positive integer; it is True"),
+    ],
+)
+def test_a_size_that_no_model_has_is_refused_with_its_key(base: Path, settings: dict[str, object], words: str) -> None:
+    config = base / "config.json"
+    whole = json.loads(config.read_text()) | settings
+    for written in (whole, {"model_type": "gemma3", "text_config": whole}):
+        config.write_text(json.dumps(written))
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            model_directory(ModelConfig(path=str(base)))
+    per_layer = {"num_attention_heads": [4] * 4, "num_key_value_heads": [2] * 4, "head_dim": None}
+    config.write_text(json.dumps(whole | dict.fromkeys(settings, 4) | per_layer | {"layer_types": None}))
+    assert model_directory(ModelConfig(path=str(base))) == base
 
 
 def test_a_name_on_the_hub_is_what_was_downloaded_of_it(

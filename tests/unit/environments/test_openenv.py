@@ -18,7 +18,7 @@ from pipeline.environments import load_task
 from pipeline.environments.games.game_protocol import GameStep
 from pipeline.environments.games.open_games import digest
 from pipeline.environments.games.openenv_server import LocalServer, OpenEnvError, Session
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, TaskError
 from tests.support.tasks.players import group_of, turns_after
 from tests.unit.environments.test_games import play_texts
 
@@ -175,6 +175,20 @@ def test_a_server_that_hangs_is_replaced_by_the_next_game() -> None:
     assert step.observation == "said hello"
     task._games.close()
     task._server.end()
+
+
+def test_a_server_that_starts_for_longer_than_a_call_may_take_serves_its_worker(tmp_path: Path) -> None:
+    module = "'tests.support.servers.openenv_faults', run_name='__main__'"
+    code = f"import runpy, time; time.sleep(4); runpy.run_module({module})"
+    options = options_of([sys.executable, "-c", code, "{port}"])
+    group, _ = group_of(tmp_path, "openenv", options | {"max_turns": 1}, lambda _: "hello", processes=1, seconds=3)
+    assert group.failures == ()
+
+
+def test_a_worker_whose_server_does_not_start_reports_the_reason(tmp_path: Path) -> None:
+    options = options_of([sys.executable, "-c", "raise SystemExit('no openenv here')", "{port}"])
+    with pytest.raises(TaskError, match=r"expected a server with an environment that opens; .*: no openenv here"):
+        group_of(tmp_path, "openenv", options, lambda _: "hello", processes=1)
 
 
 def test_a_server_of_one_session_serves_one_game_after_another() -> None:

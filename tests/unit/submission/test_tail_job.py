@@ -370,6 +370,27 @@ def test_an_end_that_never_shows_is_waited_for_no_longer_than_it_may_be_late(
     assert "failed: the job ended without a reason (COMPLETED)" in capsys.readouterr().err
 
 
+def test_a_signal_ends_the_wait_for_an_end_that_does_not_show_yet(
+    run: RunPaths, slurm: FakeScheduler, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock, interrupted = FakeClock(), list[signal.Signals]()
+    job = job_of(run, slurm)
+    on_slurm(run)
+    begin(run, f"{job.job_id}-0")
+    slurm.set(job.job_id, "COMPLETED")
+    sleep = clock.sleep
+
+    def pressed(seconds: float) -> None:
+        sleep(seconds)
+        if clock.now() > 3 and not interrupted:
+            interrupted.append(signal.SIGINT)
+
+    monkeypatch.setattr(clock, "sleep", pressed)
+    assert conclude_job(job, clock, interrupted) == 0
+    assert clock.now() < 5
+    assert f"left; job {job.job_id} has ended (COMPLETED)" in capsys.readouterr().out
+
+
 def test_an_end_that_shows_is_not_waited_for(run: RunPaths, slurm: FakeScheduler) -> None:
     clock = FakeClock()
     job = job_of(run, slurm)

@@ -51,6 +51,28 @@ def saved(folder: Path, config: object, **settings: object) -> ModelConfig:
     return ModelConfig(path=str(folder), init="random", **settings)  # type: ignore[arg-type]
 
 
+MISTAKES: dict[str, object] = {
+    "layer_types": ["quantum_attention"] * 3,
+    "rope_parameters": {"rope_theta": "big", "rope_type": "default"},
+    "head_dim": 33,
+    "rms_norm_eps": "small",
+    "hidden_act": "siluu",
+    "pad_token_id": 99,
+    "hidden_size": 10**18,
+}
+
+
+@pytest.mark.parametrize("key", MISTAKES)
+def test_a_mistake_in_a_models_config_is_one_line(tmp_path: Path, key: str) -> None:
+    model = saved(tmp_path, Qwen3Config(**SHAPE, num_key_value_heads=4))
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {key: MISTAKES[key]}))
+    for reads in (sizes_of, check_routers):
+        with pytest.raises(ConfigError, match=r"model\.path=.*: expected a model that transformers supports") as raised:
+            reads(model)
+        assert "\n" not in str(raised.value)
+
+
 def kept(model: ModelConfig, tokens: int) -> float:
     """Bytes a token that autograd keeps in a real pass through the decoder, with the attention that is trained with."""
     policy = build_model(model, seed=0)
@@ -113,7 +135,7 @@ def test_layers_that_are_alike_count_as_if_each_computed(config: Any, rank: int,
 
 
 def test_half_as_wide_numbers_take_half_of_the_weights(tmp_path: Path) -> None:
-    model = saved(tmp_path, Qwen3Config(**SHAPE, head_dim=8), dtype="bfloat16")
+    model = saved(tmp_path, Qwen3Config(**SHAPE, num_key_value_heads=4, head_dim=8), dtype="bfloat16")
     assert sizes_of(model) == sizes_of(model.model_copy(update={"dtype": "float16"}))
     wide = sizes_of(model.model_copy(update={"dtype": "float32"}))
     assert sizes_of(model).weights == wide.weights / 2
@@ -175,16 +197,18 @@ MIXTURE = {"moe_intermediate_size": 16, "num_experts": 6, "num_experts_per_tok":
 
 
 def test_the_experts_of_a_mixture_are_counted_with_those_that_a_token_meets(tmp_path: Path) -> None:
-    sizes = sizes_of(saved(tmp_path, Qwen3MoeConfig(**SHAPE, **MIXTURE)))  # the first layer is dense
+    sizes = sizes_of(
+        saved(tmp_path, Qwen3MoeConfig(**SHAPE, num_key_value_heads=4, **MIXTURE))
+    )  # the first layer is dense
     layer = 6 * 3 * 16 * SHAPE["hidden_size"]
     assert (sizes.experts, sizes.experts_layer, sizes.experts_per_token) == (2 * layer, layer, 2)
     assert sizes.experts_of_layer == 6
-    dense = sizes_of(saved(tmp_path, Qwen3Config(**SHAPE)))
+    dense = sizes_of(saved(tmp_path, Qwen3Config(**SHAPE, num_key_value_heads=4)))
     assert (dense.experts, dense.experts_layer, dense.experts_per_token) == (0, 0, 0)
 
 
 def test_adapters_on_experts_are_refused_where_servers_or_clients_exchange_them(tmp_path: Path) -> None:
-    mixture = saved(tmp_path, Qwen3MoeConfig(**SHAPE, **MIXTURE))
+    mixture = saved(tmp_path, Qwen3MoeConfig(**SHAPE, num_key_value_heads=4, **MIXTURE))
     torch.save({}, tmp_path / "model.safetensors")
     mixture = mixture.model_copy(update={"init": "pretrained", "lora": LoraConfig(rank=4)})
     attention = mixture.model_copy(update={"lora": LoraConfig(rank=4, targets=("q_proj", "o_proj"))})
@@ -201,15 +225,21 @@ def test_adapters_on_experts_are_refused_where_servers_or_clients_exchange_them(
 
 
 def test_a_model_whose_routers_cannot_replay_is_refused(tmp_path: Path) -> None:
-    check_routers(saved(tmp_path / "mixture", Qwen3MoeConfig(**SHAPE, **MIXTURE)))
-    for model, family in ((Qwen3Config(**SHAPE), "Qwen3ForCausalLM"), (OTHER, "JetMoeForCausalLM")):
+    check_routers(saved(tmp_path / "mixture", Qwen3MoeConfig(**SHAPE, num_key_value_heads=4, **MIXTURE)))
+    for model, family in (
+        (Qwen3Config(**SHAPE, num_key_value_heads=4), "Qwen3ForCausalLM"),
+        (OTHER, "JetMoeForCausalLM"),
+    ):
         with pytest.raises(ConfigError, match=f"'rollout': expected none for {family}, which has no fused experts"):
             check_routers(saved(tmp_path / family, model))
 
 
 def test_experts_that_cannot_be_spread_are_refused_with_the_allowed_values(tmp_path: Path) -> None:
-    mixture = saved(tmp_path / "mixture", Qwen3MoeConfig(**SHAPE, **MIXTURE))
-    dense, other = saved(tmp_path / "dense", Qwen3Config(**SHAPE)), saved(tmp_path / "other", OTHER)
+    mixture = saved(tmp_path / "mixture", Qwen3MoeConfig(**SHAPE, num_key_value_heads=4, **MIXTURE))
+    dense, other = (
+        saved(tmp_path / "dense", Qwen3Config(**SHAPE, num_key_value_heads=4)),
+        saved(tmp_path / "other", OTHER),
+    )
     check_experts(mixture, 3)
     for model, ep, said in (
         (mixture, 4, "training.mesh.ep=4: expected a divisor of 6, the experts of a layer: 1, 2, 3, 6; change it"),
