@@ -18,6 +18,7 @@ from pipeline.rollout.server_client import PromptTokens, Server
 METRICS = "/metrics"
 READ_SECONDS = 5.0
 _USAGE, _PREEMPTIONS = "kv_cache_usage_perc", "num_preemptions_total"
+_BLOCK = re.compile(r'cache_config_info\{.*?\bblock_size="(\d+)"')
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class CacheLoad:
 
     answered: int = 0
     continued: int = 0
-    tokens: int = 0
+    repeated: int = 0
     cached: int = 0
     kv_usage: float = 0.0
     preemptions: int = 0
@@ -37,6 +38,7 @@ class CacheWatch:
 
     def __init__(self) -> None:
         self._preemptions: dict[str, int] = {}
+        self._blocks: dict[str, int] = {}
         self._seen: WeakKeyDictionary[Server, tuple[PromptTokens, PromptTokens]] = WeakKeyDictionary()
 
     async def load(self, http: aiohttp.ClientSession, servers: Sequence[Server]) -> CacheLoad:
@@ -48,13 +50,17 @@ class CacheWatch:
                 total = int(sum(values(text, _PREEMPTIONS)))
                 preemptions += max(0, total - self._preemptions.get(server.endpoint, total))
                 self._preemptions[server.endpoint] = total
-        everything, continued = PromptTokens(), PromptTokens()
+                self._blocks[server.endpoint] = block_size(text)
+        answered, repeated, in_blocks = 0, PromptTokens(), 0
         for server in servers:
-            now = replace(server.prompts), replace(server.continued)
+            now = replace(server.prompts), replace(server.repeated)
             seen = self._seen.get(server, (PromptTokens(), PromptTokens()))
-            everything, continued = everything + now[0].since(seen[0]), continued + now[1].since(seen[1])
+            answered, new = answered + now[0].since(seen[0]).samples, now[1].since(seen[1])
+            repeated += new
+            # Only whole blocks are cached: a prompt repeats up to a block more than can be found.
+            in_blocks += max(0, new.tokens - self._blocks.get(server.endpoint, 1) * new.samples)
             self._seen[server] = now
-        return CacheLoad(everything.samples, continued.samples, continued.tokens, continued.cached, usage, preemptions)
+        return CacheLoad(answered, repeated.samples, in_blocks, repeated.cached, usage, preemptions)
 
 
 def values(text: str, name: str) -> list[float]:
@@ -62,6 +68,12 @@ def values(text: str, name: str) -> list[float]:
     its own name before it."""
     pattern = rf"^(?:\w+:)?{re.escape(name)}(?:\{{.*\}})? (\S+)"
     return [float(value) for value in re.findall(pattern, text, re.MULTILINE)]
+
+
+def block_size(text: str) -> int:
+    """Tokens of a block of the prefix cache; 1 if the metrics do not have it."""
+    match = _BLOCK.search(text)
+    return int(match[1]) if match else 1
 
 
 async def read_metrics(http: aiohttp.ClientSession, endpoint: str) -> str | None:
