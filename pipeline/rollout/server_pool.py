@@ -162,11 +162,8 @@ class InferenceClient:
         self._check(token_ids)
         self.requests += 1
         sampling = n, temperature, max_tokens, list(stop_token_ids), top_p, top_k
-        if not self._keeps_prefixes:
-            # Of an episode that began before an update, the cached tokens may be of older weights: they are not found.
-            holder = self._servers.get(cached_on)
-            repeats = repeats if holder is not None and holder.version == cached_at else 0
-            cached_at = None
+        repeats = repeats if self._finds(cached_on, cached_at) else 0
+        cached_at = cached_at if self._keeps_prefixes else None
         request = GenerationRequest(list(token_ids), *sampling, self._routing, known, cached_at, repeats)
         if begun is None:
             completions = await self._somewhere(request, cached_on)
@@ -240,14 +237,22 @@ class InferenceClient:
             if left < 1:
                 return replace(part, finish="length")
             tokens = [*request.token_ids, *part.tokens]
+            # A part without a token may be of a server that has not computed the prompt.
+            is_cached = bool(part.tokens) and self._finds(part.server, part.version_min)
+            repeats = len(tokens) if is_cached else 0
             known = part.routed_experts
-            rest = replace(request, token_ids=tokens, n=1, max_tokens=left, known=known, repeats=len(tokens))
+            rest = replace(request, token_ids=tokens, n=1, max_tokens=left, known=known, repeats=repeats)
             if self._keeps_prefixes and rest.cached_at is None:
                 rest = replace(rest, cached_at=part.version_min)
             (more,) = await self._somewhere(rest, part.server)
             note(more)
             part = part.followed_by(more)
         return part
+
+    def _finds(self, endpoint: str, version: int | None) -> bool:
+        """Whether a server may find in its cache what it computed under this policy version."""
+        server = self._servers.get(endpoint)
+        return self._keeps_prefixes or (server is not None and server.version == version)
 
     async def _chosen(self, cached_on: str, samples: int) -> Server:
         """The server `cached_on` if it is eligible and not overloaded, else the least loaded one.

@@ -12,7 +12,7 @@ from pipeline.rollout.cache_load import CacheLoad, CacheWatch, block_size, value
 from pipeline.rollout.generate_wire import ROUTE
 from pipeline.rollout.server_client import PromptTokens, Server
 from tests.fakes.async_server import ADDRESS, serving
-from tests.fakes.scripted_server import Script, ask, client_and, reports, run
+from tests.fakes.scripted_server import Script, answer, ask, choice, client_and, reports, run
 
 METRICS = """# HELP vllm:kv_cache_usage_perc KV-cache usage. 1 means 100 percent usage.
 # TYPE vllm:kv_cache_usage_perc gauge
@@ -83,6 +83,22 @@ def test_only_tokens_that_could_be_in_a_cache_count(turn: dict[str, Any], contin
     async def story() -> CacheLoad:
         async with client_and(script) as client:
             await ask(client, **{"cached_on": script.endpoint, "repeats": 60} | turn)
+            return await client.load()
+
+    assert run(story()).continued == continued
+
+
+@pytest.mark.parametrize(("keeps", "continued"), [(True, 1), (False, 0)])
+def test_a_piece_after_an_update_counts_if_updates_keep_the_cache(keeps: bool, continued: int) -> None:
+    async def story() -> CacheLoad:
+        async def aborted(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
+            client.update(script.endpoint, 5)
+            return answer(choice([7], "abort", version="4"))
+
+        script = Script([aborted, reports({"prompt_tokens": 4, "prompt_tokens_details": {"cached_tokens": 0}})])
+        async with client_and(script, keeps_prefixes=keeps) as client:
+            client.update(script.endpoint, 4)
+            await ask(client, cached_at=4)
             return await client.load()
 
     assert run(story()).continued == continued
