@@ -80,6 +80,13 @@ def choose_sandbox(chosen: SandboxConfig) -> None:
     _chosen = chosen
 
 
+def refuse_none(chosen: SandboxConfig) -> None:
+    """`ConfigError` if code is to run without a sandbox."""
+    if chosen.kind == "none":
+        expected = "namespaces: this task needs directories that only a sandbox has"
+        raise ConfigError("task.sandbox.kind", chosen.text, expected, "remove task.sandbox.kind=none")
+
+
 def require_sandbox(chosen: SandboxConfig) -> None:
     """`ConfigError` unless this machine can run code as `chosen`."""
     if chosen.kind == "none":
@@ -150,9 +157,7 @@ def open_python(
     block. `seconds` of CPU time and the other limits bound each of its processes. `directories` of the root, such as
     /app, are writable. `ConfigError` where code may not run in a sandbox: without one there are no such directories.
     """
-    if _chosen.kind == "none":
-        expected = "namespaces: this task needs directories that only a sandbox has"
-        raise ConfigError("task.sandbox.kind", _chosen.text, expected, "remove task.sandbox.kind=none")
+    refuse_none(_chosen)
     require_sandbox(_chosen)
     bounds = _bounds(seconds, memory_bytes)._replace(seconds=DAY_SECONDS)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
