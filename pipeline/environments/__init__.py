@@ -97,7 +97,7 @@ def load_task(config: TaskConfig, seed: int) -> Task:
 def check_sandbox(task: Task, config: TaskConfig) -> None:
     """`ConfigError` if the task runs code written by the policy and this machine cannot isolate it as configured."""
     if task.runs_code:
-        require_sandbox(config.sandbox)
+        require_sandbox(config.sandbox, suggests_none=not task.needs_sandbox)
 
 
 def check_task(task: Task, config: RunConfig) -> None:
