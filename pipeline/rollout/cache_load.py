@@ -18,7 +18,8 @@ from pipeline.rollout.server_client import PromptTokens, Server
 METRICS = "/metrics"
 READ_SECONDS = 5.0
 _USAGE, _PREEMPTIONS = "kv_cache_usage_perc", "num_preemptions_total"
-_BLOCK = re.compile(r'cache_config_info\{.*?\bblock_size="(\d+)"')
+_CACHE_CONFIG = re.compile(r"cache_config_info\{.*\}")
+_BLOCK = re.compile(r'\b(?:block_size|cache_hit_alignment_tokens)="(\d+)"')
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,10 @@ def values(text: str, name: str) -> list[float]:
 
 
 def block_size(text: str) -> int:
-    """Tokens of a block of the prefix cache; 1 if the metrics do not have it."""
-    match = _BLOCK.search(text)
-    return int(match[1]) if match else 1
+    """Tokens of a block of the prefix cache, or the multiple of tokens at which hits end, if that is larger; 1 if the
+    metrics have neither."""
+    labels = _CACHE_CONFIG.search(text)
+    return max(map(int, _BLOCK.findall(labels[0])), default=1) if labels else 1
 
 
 async def read_metrics(http: aiohttp.ClientSession, endpoint: str) -> str | None:

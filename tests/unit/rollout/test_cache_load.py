@@ -39,7 +39,11 @@ def test_a_metric_has_a_value_for_each_set_of_labels(name: str, found: list[floa
 
 def test_the_size_of_a_block_is_among_the_labels_of_a_metric() -> None:
     assert block_size(METRICS % 3) == 16
-    assert block_size('vllm:cache_config_info{mamba_block_size="512"} 1.0') == 1, "unknown"
+    labels = 'hash_block_size="None",mamba_block_size="512"'
+    assert block_size(f"vllm:cache_config_info{{{labels}}} 1.0") == 1, "unknown"
+    labels += ',block_size="16",cache_hit_alignment_tokens="64"'
+    assert block_size(f"vllm:cache_config_info{{{labels}}} 1.0") == 64
+    assert block_size("") == 1
 
 
 def test_a_load_is_that_of_the_period_since_the_last_one() -> None:
