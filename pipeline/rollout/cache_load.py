@@ -19,6 +19,7 @@ METRICS = "/metrics"
 READ_SECONDS = 5.0
 _USAGE, _PREEMPTIONS = "kv_cache_usage_perc", "num_preemptions_total"
 _CACHE_CONFIG = re.compile(r"cache_config_info\{.*\}")
+_NO_CACHE = 'enable_prefix_caching="False"'
 _BLOCK = re.compile(r'\b(?:block_size|cache_hit_alignment_tokens)="(\d+)"')
 
 
@@ -39,7 +40,7 @@ class CacheWatch:
 
     def __init__(self) -> None:
         self._preemptions: dict[str, int] = {}
-        self._blocks: dict[str, int] = {}
+        self._blocks: dict[str, int | None] = {}
         self._seen: WeakKeyDictionary[Server, tuple[PromptTokens, PromptTokens]] = WeakKeyDictionary()
 
     async def load(self, http: aiohttp.ClientSession, servers: Sequence[Server]) -> CacheLoad:
@@ -59,7 +60,8 @@ class CacheWatch:
             answered, new = answered + now[0].since(seen[0]).samples, now[1].since(seen[1])
             repeated += new
             # Only whole blocks are cached: a prompt repeats up to a block more than can be found.
-            in_blocks += max(0, new.tokens - self._blocks.get(server.endpoint, 1) * new.samples)
+            block = self._blocks.get(server.endpoint, 1)
+            in_blocks += max(0, new.tokens - block * new.samples) if block else 0
             self._seen[server] = now
         return CacheLoad(answered, repeated.samples, in_blocks, repeated.cached, usage, preemptions)
 
@@ -71,11 +73,13 @@ def values(text: str, name: str) -> list[float]:
     return [float(value) for value in re.findall(pattern, text, re.MULTILINE)]
 
 
-def block_size(text: str) -> int:
-    """Tokens of a block of the prefix cache, or the multiple of tokens at which hits end, if that is larger; 1 if the
-    metrics have neither."""
+def block_size(text: str) -> int | None:
+    """Tokens of a block of the prefix cache, or the multiple of tokens at which hits end, if that is larger. 1 if the
+    metrics have neither; None for a server without a prefix cache."""
     labels = _CACHE_CONFIG.search(text)
-    return max(map(int, _BLOCK.findall(labels[0])), default=1) if labels else 1
+    if labels is None:
+        return 1
+    return None if _NO_CACHE in labels[0] else max(map(int, _BLOCK.findall(labels[0])), default=1)
 
 
 async def read_metrics(http: aiohttp.ClientSession, endpoint: str) -> str | None:

@@ -44,6 +44,24 @@ def test_the_size_of_a_block_is_among_the_labels_of_a_metric() -> None:
     labels += ',block_size="16",cache_hit_alignment_tokens="64"'
     assert block_size(f"vllm:cache_config_info{{{labels}}} 1.0") == 64
     assert block_size("") == 1
+    labels += ',enable_prefix_caching="False"'
+    assert block_size(f"vllm:cache_config_info{{{labels}}} 1.0") is None
+
+
+def test_a_server_without_a_prefix_cache_has_no_hit_rate() -> None:
+    """Its responses report that no token was cached, which is no sign of overload."""
+    script = Script([reports({"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": 0}})])
+
+    async def metrics(request: web.Request) -> web.Response:
+        return web.Response(text='vllm:cache_config_info{block_size="16",enable_prefix_caching="False"} 1.0')
+
+    async def story() -> CacheLoad:
+        async with serving({"/metrics": metrics, ROUTE: script.respond}) as port, client_and(script) as client:
+            client.update(endpoint := f"{ADDRESS}:{port}", 5)
+            await ask(client, cached_on=endpoint, cached_at=5, repeats=60)
+            return await client.load()
+
+    assert run(story()) == CacheLoad(answered=1, continued=1, repeated=0, cached=0)
 
 
 def test_a_load_is_that_of_the_period_since_the_last_one() -> None:
