@@ -191,7 +191,7 @@ def test_a_game_of_verifiers_is_played_better(tmp_path: Path) -> None:
     subprocess.run([VERIFIERS, str(examples / "vf_guess.py"), str(talks)], check=True, timeout=120)
     words = [f"task.options.python={VERIFIERS}", f"data.path={talks}"]
     first, last = learned(tmp_path, "verifiers_guess", words=words, folder=examples)
-    assert last > first + 0.2
+    assert first < 0.6 < 0.9 < last
 
 
 RIGHT = {"plus": "lambda x:x+{n}", "minus": "lambda x:x-{n}", "times": "lambda x:x*{n}"}
