@@ -84,6 +84,14 @@ def closest_match(word: str, choices: list[str], default: str = "see docs/config
     return f"choose from: {', '.join(sorted(choices))}"
 
 
+def expected_value(details: ErrorDetails) -> str:
+    """The valid values of a field whose value is invalid, in words."""
+    expected = details["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    if details["type"] == "string_pattern_mismatch":
+        return PATTERN_MEANINGS.get(details["ctx"]["pattern"], expected)
+    return expected
+
+
 def _config_error(details: ErrorDetails) -> ConfigError:
     # pydantic appends "[key]" to the location of a mapping's invalid key.
     key = ".".join(str(part) for part in details["loc"] if part != "[key]")
@@ -95,9 +103,7 @@ def _config_error(details: ErrorDetails) -> ConfigError:
         return ConfigError(key, None, "a value", f"set {key}=…")
     field = known.get(canonical)
     meaning = (field.description or "") if field else ""
-    expected = details["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    if details["type"] == "string_pattern_mismatch":
-        expected = PATTERN_MEANINGS.get(details["ctx"]["pattern"], expected)
+    expected = expected_value(details)
     # The values of a Literal; the arguments of a union are types.
     choices = get_args(field.annotation) if field and not isinstance(field.annotation, UnionType) else ()
     if details["type"] == "literal_error" and choices:

@@ -24,12 +24,14 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 KEY_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$"
 LABEL_PATTERN = r"^([A-Za-z0-9][A-Za-z0-9_-]{0,62})?$"
 NETWORK_PATTERN = r"^([A-Za-z0-9][A-Za-z0-9_.:@-]{0,14}|(\d{1,3}\.){3}\d{1,3}/([12]?\d|3[0-2]))?$"
+URL_PATTERN = r"^(https?://.+)?$"
 PATTERN_MEANINGS = {
     BYTES_PATTERN: "bytes, or a number with K, M, G or T, such as 64M",
     MEMORY_PATTERN: "megabytes, or a number with K, M, G or T, such as 64G",
     TIME_PATTERN: "a time such as 90:00 (M:S), 12:00:00 (H:M:S), 1-12 (D-H), 1-12:30 or 1-12:30:00; quote it in YAML",
     NETWORK_PATTERN: "an interface such as ib0, or a subnet such as 10.1.0.0/16",
     KEY_NAME_PATTERN: "at most 63 letters, digits, `_`, `-`, the first a letter or digit; a dot would split the key",
+    URL_PATTERN: "a URL that begins with http:// or https://",
     LABEL_PATTERN: "at most 63 letters, digits, `_`, `-`, the first a letter or digit; or nothing",
     NAME_PATTERN: "at most 63 letters, digits, `.`, `_`, `-`, the first a letter or digit",
 }

@@ -26,10 +26,11 @@ from pydantic import ValidationError
 
 from pipeline.config import RunConfig, TaskConfig, closest_match
 from pipeline.config.task_keys import MIX
+from pipeline.config.validation import expected_value
 from pipeline.data.chat_messages import Message
 from pipeline.environments.episode import Episode, Turn
 from pipeline.environments.mix_task import load_mix
-from pipeline.environments.sandbox import require_sandbox
+from pipeline.environments.sandbox import refuse_none, require_sandbox
 from pipeline.environments.task_protocol import (
     Completion,
     Demonstration,
@@ -96,7 +97,7 @@ def load_task(config: TaskConfig, seed: int) -> Task:
 def check_sandbox(task: Task, config: TaskConfig) -> None:
     """`ConfigError` if the task runs code written by the policy and this machine cannot isolate it as configured."""
     if task.runs_code:
-        require_sandbox(config.sandbox)
+        require_sandbox(config.sandbox, suggests_none=not task.needs_sandbox)
 
 
 def check_task(task: Task, config: RunConfig) -> None:
@@ -109,6 +110,8 @@ def check_task(task: Task, config: RunConfig) -> None:
         with user_import_errors("task.name", name, "a task with prompts and held-out prompts"):
             if len(task) == 0:
                 raise ConfigError("task.name", name, "a task with training prompts", "its __len__ is 0")
+            if task.needs_sandbox:
+                refuse_none(config.task.sandbox)
             if config.cluster.on_this_machine:
                 check_sandbox(task, config.task)
             if len(task.held_out()) == 0:
@@ -124,7 +127,7 @@ def check_demonstrations(task: Task, name: str, key: str, value: object = "demon
             task.demonstration(0)
         except NotImplementedError:
             expected = f"{'0' if isinstance(value, int) else 'packed'}, since the task {name} has no demonstrations"
-            raise ConfigError(key, value, expected, "change it, or write some") from None
+            raise ConfigError(key, value, expected, "change it, write some, or set data.path") from None
 
 
 def _task_class(name: str) -> type[Task]:
@@ -145,6 +148,5 @@ def _option_error(error: ValidationError, options: type[TaskOptions]) -> ConfigE
         known = list(options.model_fields)
         hint = closest_match(option, known) if known else "this task has no options; ~task.options removes them"
         return ConfigError(key, details["input"], "a known option", hint)
-    expected = details["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     field = options.model_fields.get(str(details["loc"][0])) if details["loc"] else None
-    return ConfigError(key, details["input"], expected, (field.description or "") if field else "")
+    return ConfigError(key, details["input"], expected_value(details), (field.description or "") if field else "")

@@ -28,13 +28,14 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import aiohttp
 import psutil
 from pydantic import Field, model_validator
 
 from pipeline.config import TaskConfig
+from pipeline.config.value_types import URL_PATTERN
 from pipeline.environments import load_task
 from pipeline.environments.agent_report import AgentReport, parse_report
 from pipeline.environments.episode import Episode
@@ -70,7 +71,9 @@ class AgentOptions(TaskOptions):
     command: tuple[str, ...] = Field(
         (), description="The agent as a command and its arguments; `{prompt}` is the text of the last message."
     )
-    service: str = Field("", description="The agent as a URL that receives prompts by POST, instead of a command.")
+    service: Annotated[str, Field(pattern=URL_PATTERN)] = Field(
+        "", description="The agent as a URL that receives prompts by POST, instead of a command."
+    )
     of: Source = Field(
         Source(), description="The task with the agent's prompts; its reward counts if the agent reports none."
     )
@@ -84,7 +87,11 @@ class AgentOptions(TaskOptions):
 
     @model_validator(mode="after")
     def _names_one_agent(self) -> Self:
-        if bool(self.command) == bool(self.service):
+        if self.command and self.service:
+            raise ValueError(
+                "a command, or the URL of a service, not both; set task.options.command=[] for the service"
+            )
+        if not self.command and not self.service:
             raise ValueError("a command, or the URL of a service; set task.options.command=[…]")
         return self
 

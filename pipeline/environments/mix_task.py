@@ -59,6 +59,10 @@ class Mix(Task):
         return any(task.runs_code for task in self._tasks.values())
 
     @property
+    def needs_sandbox(self) -> bool:
+        return any(task.needs_sandbox for task in self._tasks.values())
+
+    @property
     def has_reward(self) -> bool:  # type: ignore[override]
         return all(task.has_reward for task in self._tasks.values())
 

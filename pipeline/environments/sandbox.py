@@ -80,8 +80,15 @@ def choose_sandbox(chosen: SandboxConfig) -> None:
     _chosen = chosen
 
 
-def require_sandbox(chosen: SandboxConfig) -> None:
-    """`ConfigError` unless this machine can run code as `chosen`."""
+def refuse_none(chosen: SandboxConfig) -> None:
+    """`ConfigError` if code is to run without a sandbox."""
+    if chosen.kind == "none":
+        expected = "namespaces: this task needs directories that only a sandbox has"
+        raise ConfigError("task.sandbox.kind", chosen.text, expected, "remove task.sandbox.kind=none")
+
+
+def require_sandbox(chosen: SandboxConfig, *, suggests_none: bool = True) -> None:
+    """`ConfigError` unless this machine can run code as `chosen`; it suggests `none` where the task can do with it."""
     if chosen.kind == "none":
         return
     kind, image = KINDS[chosen.kind], chosen.image
@@ -93,7 +100,8 @@ def require_sandbox(chosen: SandboxConfig) -> None:
         raise ConfigError("task.sandbox.image", image, expected, "leave it out, or choose another kind")
     if why := missing_sandbox(chosen):
         expected = f"a node where {kind.program} runs without privileges ({why})"
-        raise ConfigError("task.sandbox.kind", chosen.text, expected, f"{kind.hint}, {_UNSAFE}")
+        hint = f"{kind.hint}, {_UNSAFE}" if suggests_none else kind.hint
+        raise ConfigError("task.sandbox.kind", chosen.text, expected, hint)
 
 
 @cache
@@ -150,10 +158,8 @@ def open_python(
     block. `seconds` of CPU time and the other limits bound each of its processes. `directories` of the root, such as
     /app, are writable. `ConfigError` where code may not run in a sandbox: without one there are no such directories.
     """
-    if _chosen.kind == "none":
-        expected = "namespaces: this task needs directories that only a sandbox has"
-        raise ConfigError("task.sandbox.kind", _chosen.text, expected, "remove task.sandbox.kind=none")
-    require_sandbox(_chosen)
+    refuse_none(_chosen)
+    require_sandbox(_chosen, suggests_none=False)
     bounds = _bounds(seconds, memory_bytes)._replace(seconds=DAY_SECONDS)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with _started(_chosen, code, bounds, {}, directories, **pipes) as (process, _):

@@ -179,6 +179,11 @@ class Task(ABC):
         """Whether `reward` or `use` runs code written by the policy in `pipeline.environments.sandbox`."""
         return False
 
+    @property
+    def needs_sandbox(self) -> bool:
+        """Whether code that it runs needs what only a sandbox has: `task.sandbox.kind=none` is refused."""
+        return False
+
     @abstractmethod
     def __len__(self) -> int:
         """Training prompts in an epoch."""

@@ -35,6 +35,13 @@ def all_charts(history: History) -> list[Chart]:
         _lag(rows, resumes, config),
         _throughput(rows, resumes, "rl", SPEED),
         _idle(rows, resumes),
+        *_optional(
+            "Groups in flight",
+            "Groups that the actor had in flight at the step's end, and how many the load of the servers' caches "
+            "allowed (rollout.adaptive_concurrency).",
+            {"in flight": "concurrency/in_flight", "limit": "concurrency/limit"},
+            (rows, resumes, SPEED),
+        ),
         _sync(rows, resumes),
         *(_loss_and_gradient(rows, resume_steps(rows, "sft"), "sft", SFT) if _has(rows, "sft") else []),
     ]

@@ -36,6 +36,6 @@ class ReplayServices:
     def release_covered(self, covered: tuple[str, ...]) -> None:
         """Nothing waits for a checkpoint."""
 
-    def fractions(self) -> dict[str, float]:
+    def actor_metrics(self) -> dict[str, float]:
         """There are no servers and no actor."""
         return {}

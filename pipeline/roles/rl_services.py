@@ -154,18 +154,21 @@ class RlServices:
         status = self._actor.status()
         return {} if status is None else status.numbers
 
-    def fractions(self) -> dict[str, float]:
-        """Fractions (0 … 1) from the actor's report for one metrics record: how idle servers and actor were during the
+    def actor_metrics(self) -> dict[str, float]:
+        """Numbers from the actor's report for one metrics record. Fractions: how idle servers and actor were during the
         last second, the prompt tokens that were in the servers' prefix caches, and the drafted tokens that servers
-        accepted since the last record."""
+        accepted since the last record. With adaptive concurrency the groups in flight and their limit."""
         numbers = self._actor_numbers()
-        fractions = {
+        adapts = self._context.config.rollout.adaptive_concurrency
+        metrics = {
             "idle/actor": numbers.get("gate_blocked"),
             "idle/servers": _mean_of_servers(numbers, "idle/"),
             "prefix_cache/hit_rate": _mean_of_servers(numbers, "prefix_cache/"),
             "speculation/acceptance_rate": self._accepted.take(numbers),
+            "concurrency/in_flight": numbers.get("in_flight") if adapts else None,
+            "concurrency/limit": numbers.get("concurrency") if adapts else None,
         }
-        return {name: value for name, value in fractions.items() if value is not None}
+        return {name: value for name, value in metrics.items() if value is not None}
 
 
 def _mean_of_servers(numbers: Mapping[str, float], prefix: str) -> float | None:

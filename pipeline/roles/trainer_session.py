@@ -203,8 +203,8 @@ class RunSession(Rank0):
 
     def note(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
         """See `train_loop.ProgressRecorder`."""
-        idle = self._peers.fractions() if self._peers else {}
-        self._sinks.log("train", job.name, step, {**metrics, **idle})
+        actor = self._peers.actor_metrics() if self._peers else {}
+        self._sinks.log("train", job.name, step, {**metrics, **actor})
         self._numbers[PROGRESS] = self._numbers.get(PROGRESS, 0.0) + 1
         self._context.report("ready", f"{job.name} step {step} of {job.steps}", **self._numbers)
         self._commits.collect()

@@ -18,6 +18,9 @@ from pipeline.rollout.server_client import PromptTokens, Server
 METRICS = "/metrics"
 READ_SECONDS = 5.0
 _USAGE, _PREEMPTIONS = "kv_cache_usage_perc", "num_preemptions_total"
+_CACHE_CONFIG = re.compile(r"cache_config_info\{.*\}")
+_NO_CACHE = 'enable_prefix_caching="False"'
+_BLOCK = re.compile(r'\b(?:block_size|cache_hit_alignment_tokens)="(\d+)"')
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class CacheLoad:
 
     answered: int = 0
     continued: int = 0
-    tokens: int = 0
+    repeated: int = 0
     cached: int = 0
     kv_usage: float = 0.0
     preemptions: int = 0
@@ -37,6 +40,7 @@ class CacheWatch:
 
     def __init__(self) -> None:
         self._preemptions: dict[str, int] = {}
+        self._blocks: dict[str, int | None] = {}
         self._seen: WeakKeyDictionary[Server, tuple[PromptTokens, PromptTokens]] = WeakKeyDictionary()
 
     async def load(self, http: aiohttp.ClientSession, servers: Sequence[Server]) -> CacheLoad:
@@ -48,13 +52,18 @@ class CacheWatch:
                 total = int(sum(values(text, _PREEMPTIONS)))
                 preemptions += max(0, total - self._preemptions.get(server.endpoint, total))
                 self._preemptions[server.endpoint] = total
-        everything, continued = PromptTokens(), PromptTokens()
+                self._blocks[server.endpoint] = block_size(text)
+        answered, repeated, in_blocks = 0, PromptTokens(), 0
         for server in servers:
-            now = replace(server.prompts), replace(server.continued)
+            now = replace(server.prompts), replace(server.repeated)
             seen = self._seen.get(server, (PromptTokens(), PromptTokens()))
-            everything, continued = everything + now[0].since(seen[0]), continued + now[1].since(seen[1])
+            answered, new = answered + now[0].since(seen[0]).samples, now[1].since(seen[1])
+            repeated += new
+            # Only whole blocks are cached: a prompt repeats up to a block more than can be found.
+            block = self._blocks.get(server.endpoint, 1)
+            in_blocks += max(0, new.tokens - block * new.samples) if block else 0
             self._seen[server] = now
-        return CacheLoad(everything.samples, continued.samples, continued.tokens, continued.cached, usage, preemptions)
+        return CacheLoad(answered, repeated.samples, in_blocks, repeated.cached, usage, preemptions)
 
 
 def values(text: str, name: str) -> list[float]:
@@ -62,6 +71,15 @@ def values(text: str, name: str) -> list[float]:
     its own name before it."""
     pattern = rf"^(?:\w+:)?{re.escape(name)}(?:\{{.*\}})? (\S+)"
     return [float(value) for value in re.findall(pattern, text, re.MULTILINE)]
+
+
+def block_size(text: str) -> int | None:
+    """Tokens of a block of the prefix cache, or the multiple of tokens at which hits end, if that is larger. 1 if the
+    metrics have neither; None for a server without a prefix cache."""
+    labels = _CACHE_CONFIG.search(text)
+    if labels is None:
+        return 1
+    return None if _NO_CACHE in labels[0] else max(map(int, _BLOCK.findall(labels[0])), default=1)
 
 
 async def read_metrics(http: aiohttp.ClientSession, endpoint: str) -> str | None:

@@ -10,7 +10,7 @@ as it allows, since a cut takes effect as groups end. Recovery from a collapse t
 the last one with a sign of overload. Must not know servers, streams or time.
 
     controller = ConcurrencyController(max_groups=512, start=8, group=8)
-    limit = controller.update(ServerLoad(in_flight=8, answered=128, continued=64, tokens=90_000, cached=88_000))
+    limit = controller.update(ServerLoad(in_flight=8, answered=128, continued=64, repeated=90_000, cached=88_000))
 """
 
 import asyncio
@@ -21,15 +21,11 @@ TURNS_SEEN = 4
 MIN_CONTINUED = 16
 """Later turns from which their hit rate means something."""
 OVERLOADED_HITS = 0.8
-"""A hit rate of later turns below this fraction of the best one is a sign of overload."""
+"""Later turns repeat the turn before. Fewer hits than this fraction of the repeated tokens are a sign of overload."""
 FULL = 0.9
 """The fraction of the KV cache in use by running requests from which the limit does not grow."""
 DECAY = 0.995
-"""The best hit rate is multiplied by this at each judgement, and the ceiling divided where the limit may grow: tasks
-and lengths change during a run."""
-PLAUSIBLE_HITS = 0.5
-"""The first hit rates may be of overloaded servers already. Below this one the limit is halved, down to 1, until the
-hit rate is higher: turns of a conversation repeat most of it."""
+"""The ceiling is divided by this where the limit may grow: tasks and lengths change during a run."""
 BELOW_CEILING = 0.8
 """The largest limit to which it grows, relative to the ceiling: the last number of groups with a sign of overload."""
 CUT, MAX_CUT, GROWTH = 0.8, 0.5, 1 / 16
@@ -42,8 +38,9 @@ class ServerLoad:
     Attributes:
         in_flight: groups in flight at its end.
         answered: turns that were answered, of all samples.
-        continued: those of them that continue an episode or a sample.
-        tokens, cached: prompt tokens of the continued ones, and how many of these were in a prefix cache.
+        continued: those of them that continue an episode or a sample on the same server.
+        repeated, cached: prompt tokens that this server computed for the turn before, and how many of these were in its
+            prefix cache.
         kv_usage: fraction of the KV cache that running requests use, of the fullest server.
         preemptions: requests that a server stopped for lack of KV cache, and computes again.
     """
@@ -51,7 +48,7 @@ class ServerLoad:
     in_flight: int
     answered: int = 0
     continued: int = 0
-    tokens: int = 0
+    repeated: int = 0
     cached: int = 0
     kv_usage: float = 0.0
     preemptions: int = 0
@@ -63,10 +60,9 @@ class ConcurrencyController:
     def __init__(self, max_groups: int, start: int, group: int = 1) -> None:
         """`group` is the number of samples of a group."""
         self.limit = min(max_groups, max(1, start))
-        self._max_groups, self._group, self._best = max_groups, group, 0.0
+        self._max_groups, self._group = max_groups, group
         self._ceiling: float | None = None
-        self._descends = True
-        self._peak, self._answered, self._continued, self._tokens, self._cached = 0, 0, 0, 0, 0
+        self._peak, self._answered, self._continued, self._repeated, self._cached = 0, 0, 0, 0, 0
 
     def update(self, load: ServerLoad) -> int:
         """The limit after a period with this load."""
@@ -76,7 +72,7 @@ class ConcurrencyController:
         self._peak = max(self._peak, load.in_flight)
         self._answered += load.answered
         self._continued += load.continued
-        self._tokens += load.tokens
+        self._repeated += load.repeated
         self._cached += load.cached
         if load.preemptions:
             self._cut(CUT)
@@ -85,7 +81,7 @@ class ConcurrencyController:
         return self.limit
 
     def _clear(self) -> None:
-        self._peak, self._answered, self._continued, self._tokens, self._cached = 0, 0, 0, 0, 0
+        self._peak, self._answered, self._continued, self._repeated, self._cached = 0, 0, 0, 0, 0
 
     def _is_known(self) -> bool:
         """Whether enough turns were answered under this limit. Tasks of one turn have no later ones."""
@@ -93,18 +89,10 @@ class ConcurrencyController:
         return enough and (not self._continued or self._continued >= MIN_CONTINUED)
 
     def _judge(self, load: ServerLoad) -> None:
-        hit_rate = self._cached / self._tokens if self._tokens else None
-        if self._descends and hit_rate is not None:
-            if hit_rate < PLAUSIBLE_HITS and self.limit > 1:
-                self._cut(MAX_CUT)
-                return
-            self._descends = False
-            if hit_rate < PLAUSIBLE_HITS:  # also with one group: turns of this task have little in common
-                self._ceiling = None
-        self._best = max(DECAY * self._best, hit_rate or 0.0)
-        if hit_rate is not None and hit_rate < OVERLOADED_HITS * self._best:
+        hit_rate = self._cached / self._repeated if self._repeated else 1.0
+        if hit_rate < OVERLOADED_HITS:
             # The part of the conversations that is still in the caches is about the part that fits.
-            self._cut(max(MAX_CUT, hit_rate / self._best))
+            self._cut(max(MAX_CUT, hit_rate))
         else:
             self._grow(load)
 

@@ -127,8 +127,8 @@ class GenerationRequest:
     known: tuple[bytes, ...] = ()
     cached_at: int | None = None
     """The version under which the prefix was cached; None: that of the server at the time of the request."""
-    continues: bool = False
-    """Whether a server computed the prefix for an earlier turn or piece."""
+    repeats: int = 0
+    """The first tokens of the prompt that the server computed for an earlier turn or piece."""
 
     def body(self, version: int) -> bytes:
         """The request as JSON, to a server of this policy version. Requests share cached prefixes only under the same

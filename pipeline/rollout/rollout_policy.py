@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import numpy as np
+
 from pipeline.environments import Message, Prompt, Turn
 from pipeline.environments.chat_tokenizer import ChatTokenizer
 from pipeline.environments.task_calls import TaskCalls
@@ -23,6 +25,7 @@ from pipeline.rollout.routed_experts import known_records
 from pipeline.rollout.server_client import Completion
 from pipeline.rollout.server_pool import InferenceClient
 from pipeline.rollout.turn_timer import TurnTimer
+from pipeline.utils.common_prefix import common_prefix
 
 MAX_IDS = 1 << 31
 """Upper bound of token ids in a record, used when a model's config does not name the vocabulary size."""
@@ -92,16 +95,17 @@ class Sampler:
         known: tuple[bytes, ...] = (),
         cached_on: str = "",
         cached_at: int | None = None,
+        repeats: int = 0,
     ) -> list[Turn]:
         """A turn after `tokens` for each of the `records`, of at most `max_tokens` if that is below the run's limit.
 
-        The first tokens have the `known` routed experts, and are in the prefix cache of the server `cached_on`, under
-        the policy version `cached_at`. One request samples all turns without a record.
+        The first tokens have the `known` routed experts. The first `repeats` ones are in the prefix cache of the server
+        `cached_on`, under the policy version `cached_at`. One request samples all turns without a record.
         """
         new = [record for record in records if record.begun is None]
         requests = [*([new] if new else []), *([record] for record in records if record.begun is not None)]
         sampled = await asyncio.gather(
-            *(self._generate(tokens, part, max_tokens, known, cached_on, cached_at) for part in requests)
+            *(self._generate(tokens, part, max_tokens, known, cached_on, cached_at, repeats) for part in requests)
         )
         by_record = dict(zip(chain(*requests), chain(*sampled), strict=True))
         return [by_record[record] for record in records]
@@ -119,6 +123,7 @@ class Sampler:
         known: tuple[bytes, ...],
         cached_on: str,
         cached_at: int | None,
+        repeats: int,
     ) -> Sequence[Turn]:
         """The turns of one request; only a single one may have begun."""
         sampling, begun = self.sampling, records[0].begun
@@ -139,6 +144,7 @@ class Sampler:
             begun=begun,
             cached_on=cached_on,
             cached_at=cached_at,
+            repeats=repeats,
             note=lambda index, piece: records[index].add(piece),
         )
 
@@ -154,6 +160,7 @@ class RolloutPolicy:
         self._opened = False
         self._earlier: tuple[tuple[int, ...], tuple[bytes, ...]] = (), ()
         self._server = ""  # of the last turn: it has the conversation in its prefix cache
+        self._conversation = np.zeros(0, np.int32)  # the last turn with its input
         self._version: int | None = None  # of the first turn, under which the conversation is cached
         self.timer = TurnTimer()
         self.prompt = prompt
@@ -175,7 +182,8 @@ class RolloutPolicy:
         known, began = self._known(tokens), self.timer.now
         records = [self._record.turn(tokens, known, max_tokens) for _ in range(n)]
         with self._own_time.pause():
-            turns = await self._sampler.turns(tokens, records, max_tokens, known, self._server, self._version)
+            repeats = common_prefix(self._conversation, np.array(tokens, np.int32))
+            turns = await self._sampler.turns(tokens, records, max_tokens, known, self._server, self._version, repeats)
         self._note(tokens, turns, began)
         return turns
 
@@ -189,6 +197,7 @@ class RolloutPolicy:
             self.timer.add(len(tokens), turn.tokens, turn.server, began, engine)
         turn = turns[0]
         self._server = turn.server
+        self._conversation = np.array([*tokens, *turn.tokens], np.int32)
         if self._version is None:
             self._version = turn.version_min
         if turn.routed_experts:

@@ -98,7 +98,8 @@ class Completion:
 @dataclass
 class PromptTokens:
     """Counts: samples of the responses, prompt tokens, and those of them that were in the server's prefix cache. A
-    response without a report of its cached tokens counts only its samples."""
+    response without a report of its cached tokens counts only its samples. `add_repeated` counts only the tokens that a
+    request repeats."""
 
     samples: int = 0
     tokens: int = 0
@@ -108,6 +109,11 @@ class PromptTokens:
         self.samples += len(answer.choices)
         self.tokens += answer.prompt_tokens
         self.cached += answer.cached_tokens
+
+    def add_repeated(self, answer: Answer, repeats: int) -> None:
+        self.samples += len(answer.choices)
+        self.tokens += min(repeats, answer.prompt_tokens)
+        self.cached += min(repeats, answer.cached_tokens)
 
     def __add__(self, other: "PromptTokens") -> "PromptTokens":
         return PromptTokens(self.samples + other.samples, self.tokens + other.tokens, self.cached + other.cached)
@@ -130,7 +136,7 @@ class Server(HasBackoff):
         fixed: whether its weights are from disk and never change, so that it reports no versions itself.
         samples: number of samples in progress.
         prompts: the tokens of all prompts so far, and those of them that were in the prefix cache.
-        continued: the same of requests that continue an episode or a sample.
+        repeated: the same of the first tokens of a prompt, which the server computed for an earlier turn or piece.
     """
 
     endpoint: str
@@ -138,7 +144,7 @@ class Server(HasBackoff):
     fixed: bool = False
     samples: int = 0
     prompts: PromptTokens = field(default_factory=PromptTokens)
-    continued: PromptTokens = field(default_factory=PromptTokens)
+    repeated: PromptTokens = field(default_factory=PromptTokens)
     busy: TimeFraction = field(default_factory=TimeFraction)
     running: set[asyncio.Task[bytes]] = field(default_factory=set)
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
@@ -169,8 +175,8 @@ class Server(HasBackoff):
         except ValueError:
             raise TransientError("malformed answer") from None
         self.prompts.add(answer)
-        if request.continues:
-            self.continued.add(answer)
+        if request.repeats:
+            self.repeated.add_repeated(answer, request.repeats)
         return [
             replace(self._completion(choice, request, version, elapsed), engine_seconds=seconds)
             for choice, seconds in answer.timed_choices()

@@ -142,6 +142,7 @@ class InferenceClient:
         begun: Completion | None = None,
         cached_on: str = "",
         cached_at: int | None = None,
+        repeats: int = 0,
         note: Callable[[int, Completion], None] = lambda index, piece: None,
     ) -> list[Completion]:
         """`n` continuations of `token_ids`, each of at most `max_tokens` tokens; temperature 0 is greedy.
@@ -151,7 +152,8 @@ class InferenceClient:
         `begun` is the first part of the only continuation, from an earlier call: only the rest is requested.
         `cached_on` is the server that has the beginning of `token_ids` in its prefix cache (`Completion.server` of the
         turn before); "" if none has. `cached_at` is the policy version with which the episode began: with
-        `keeps_prefixes` its turns share cached prefixes under it, also after an update.
+        `keeps_prefixes` its turns share cached prefixes under it, also after an update. `repeats` is the length of this
+        beginning.
         `note` receives each response as it comes: the index of the continuation, and its next part.
 
         Retries until the request succeeds. Raises `RolloutError` for a request that can never succeed or under which
@@ -160,8 +162,9 @@ class InferenceClient:
         self._check(token_ids)
         self.requests += 1
         sampling = n, temperature, max_tokens, list(stop_token_ids), top_p, top_k
+        repeats = repeats if self._finds(cached_on, cached_at) else 0
         cached_at = cached_at if self._keeps_prefixes else None
-        request = GenerationRequest(list(token_ids), *sampling, self._routing, known, cached_at)
+        request = GenerationRequest(list(token_ids), *sampling, self._routing, known, cached_at, repeats)
         if begun is None:
             completions = await self._somewhere(request, cached_on)
             for index, completion in enumerate(completions):
@@ -204,7 +207,8 @@ class InferenceClient:
             async with self._suspects.attempt(crashes):
                 server = await self._chosen(cached_on, request.n)
                 try:
-                    part = replace(request, max_tokens=piece, continues=bool(cached_on))
+                    repeats = request.repeats if server.endpoint == cached_on else 0
+                    part = replace(request, max_tokens=piece, repeats=repeats)
                     completions = await server.ask(self._http, part, self._seconds)
                 except TransientError as failure:
                     self.retries[failure.reason] += 1
@@ -233,13 +237,22 @@ class InferenceClient:
             if left < 1:
                 return replace(part, finish="length")
             tokens = [*request.token_ids, *part.tokens]
-            rest = replace(request, token_ids=tokens, n=1, max_tokens=left, known=part.routed_experts)
+            # A part without a token may be of a server that has not computed the prompt.
+            is_cached = bool(part.tokens) and self._finds(part.server, part.version_min)
+            repeats = len(tokens) if is_cached else 0
+            known = part.routed_experts
+            rest = replace(request, token_ids=tokens, n=1, max_tokens=left, known=known, repeats=repeats)
             if self._keeps_prefixes and rest.cached_at is None:
                 rest = replace(rest, cached_at=part.version_min)
             (more,) = await self._somewhere(rest, part.server)
             note(more)
             part = part.followed_by(more)
         return part
+
+    def _finds(self, endpoint: str, version: int | None) -> bool:
+        """Whether a server may find in its cache what it computed under this policy version."""
+        server = self._servers.get(endpoint)
+        return self._keeps_prefixes or (server is not None and server.version == version)
 
     async def _chosen(self, cached_on: str, samples: int) -> Server:
         """The server `cached_on` if it is eligible and not overloaded, else the least loaded one.

@@ -28,6 +28,7 @@ Imports nothing of a run: no configuration, no roles, no paths of a run director
 | `remote_debugger` | pdb over a Unix socket, and debugpy, for a process without a terminal |
 | `pinned_memory` | host memory that GPUs read and write directly |
 | `value_bounds` | bounds of values in records; imports nothing, for the small processes of tasks |
+| `common_prefix` | the common prefix of two token sequences |
 | `source_digest` | a digest of a part of this project's code |
 | `optional_extras`, `user_commands` | the install command of an optional extra; the form of a command in hints |
 """

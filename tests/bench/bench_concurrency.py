@@ -186,13 +186,21 @@ class Way:
 
 async def episode(client: InferenceClient, random: Random, tool: float, count: Callable[[], Any]) -> None:
     """One episode; `count` is called after each turn."""
-    context, server = tokens(random, OWN), ""
+    context, server, repeats = tokens(random, OWN), "", 0
     pause: Callable[[float], Awaitable[None]] = asyncio.sleep
     for _ in range(TURNS):
         (turn,) = await client.generate(
-            context, n=1, temperature=1.0, max_tokens=SAMPLED, stop_token_ids=[], cached_on=server
+            context,
+            n=1,
+            temperature=1.0,
+            max_tokens=SAMPLED,
+            stop_token_ids=[],
+            cached_on=server,
+            cached_at=0,
+            repeats=repeats,
         )
         count()
+        repeats = len(context) + len(turn.tokens)
         context, server = [*context, *turn.tokens, *tokens(random, GROWTH - len(turn.tokens))], turn.server
         if tool:
             await pause(random.expovariate(1 / tool))

@@ -119,7 +119,12 @@ async def client_and(*scripts: Script, **settings: Any) -> AsyncIterator[Inferen
 
 
 async def ask(
-    client: InferenceClient, n: int = 1, tokens: int = 4, cached_on: str = "", cached_at: int | None = None
+    client: InferenceClient,
+    n: int = 1,
+    tokens: int = 4,
+    cached_on: str = "",
+    cached_at: int | None = None,
+    repeats: int = 0,
 ) -> list[Completion]:
     return await client.generate(
         [1, 2, 3],
@@ -129,6 +134,7 @@ async def ask(
         stop_token_ids=[2],
         cached_on=cached_on,
         cached_at=cached_at,
+        repeats=repeats,
     )
 
 

@@ -213,7 +213,8 @@ def test_the_agent_of_the_page_asks_with_openai_s_client() -> None:
     ("options", "key", "expected"),
     [
         ({}, "task.options", "a command, or the URL of a service"),
-        ({"command": ["a"], "service": "http://b"}, "task.options", "a command, or the URL of a service"),
+        ({"command": ["a"], "service": "http://b"}, "task.options", "a command, or the URL of a service, not both"),
+        ({"service": "127.0.0.1:8123"}, "task.options.service", "a URL that begins with http:// or https://"),
         ({"command": ["a"], "of": {"name": "sums"}}, "task.options.of.name", "a built-in task"),
         ({"command": ["a"]}, "task.options.of.options.path", "a file, a folder"),
         (

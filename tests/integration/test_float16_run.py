@@ -21,6 +21,7 @@ RUN = (
     "loss.old_logprobs=recompute",
     "loss.entropy=0.05",  # the tiny model's rewards are all 0 so early, and have no gradient
     "resources.inference.nodes=1",
+    "rollout.adaptive_concurrency=true",
 )
 
 
@@ -31,6 +32,7 @@ def test_a_run_in_float16_trains_and_its_servers_sample_from_its_weights(launche
     assert len(steps) == SFT_STEPS + STEPS
     assert all((row["skipped"], row["overflows"], row["loss_scale"]) == (0, 0, 1 << 16) for row in steps)
     assert all(row["grad_norm"] > 0 for row in steps)
+    assert 1 <= steps[-1]["concurrency/in_flight"] <= steps[-1]["concurrency/limit"]
     losses = [row["loss"] for row in steps if row["job"] == "sft"]
     assert losses == sorted(losses, reverse=True)
     # 5e-7 was seen here, and 5e-5 in bfloat16.

@@ -196,3 +196,5 @@ def test_an_interpreter_without_verifiers_is_told_how_to_get_it(python: str) -> 
     with pytest.raises(ConfigError, match="pip install verifiers") as error:
         task.held_out()
     assert error.value.key == "task.options.python"
+    missing = error.value.expected
+    assert ("there is no program /nowhere/python" in missing) == (python == "/nowhere/python"), missing

@@ -93,6 +93,10 @@ class Harbor(Task):
     def runs_code(self) -> bool:
         return True
 
+    @property
+    def needs_sandbox(self) -> bool:
+        return True
+
     def __len__(self) -> int:
         return len(self._folders["train"])
 

@@ -8,6 +8,7 @@ run again. Must not import verifiers.
 """
 
 import asyncio
+import shutil
 import sys
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -156,8 +157,11 @@ class Verifiers(Task):
         return counts
 
     def _start(self) -> EnvironmentProcess:
+        python = self.options.python or sys.executable
+        if shutil.which(python) is None:
+            raise self._refused(EnvironmentMissing(f"there is no program {python}", "python"))
         try:
-            return EnvironmentProcess(self.options.python or sys.executable, self.setup())
+            return EnvironmentProcess(python, self.setup())
         except OSError as error:
             raise self._refused(EnvironmentMissing(str(error), "python")) from None
 
@@ -165,7 +169,9 @@ class Verifiers(Task):
         if error.key == "python":
             expected = f"an interpreter that has verifiers ({error})"
             return ConfigError("task.options.python", self.options.python, expected, INSTALL)
-        return ConfigError("task.options.id", self.options.id, "an environment that can be loaded there", str(error))
+        expected = f"an environment that can be loaded there ({error})"
+        hint = "install its package there, or set PYTHONPATH to the folder of its module"
+        return ConfigError("task.options.id", self.options.id, expected, hint)
 
     async def _process(self) -> EnvironmentProcess:
         """The least loaded process; a new one while none is idle and there are fewer than `workers`."""

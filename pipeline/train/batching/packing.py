@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import TrainingError
+from pipeline.utils.common_prefix import common_prefix
 
 V = TypeVar("V")
 Bins = list[list[int]]
@@ -117,7 +118,7 @@ def group_by_prefix(rows: Sequence[NDArray[np.int32]], packing: Packing = "share
     order = sorted(range(len(rows)), key=lambda index: rows[index].astype(">u4").tobytes())
     groups: list[tuple[list[int], list[int]]] = []
     for rank, row in enumerate(order):
-        shared = _common_prefix(rows[order[rank - 1]], rows[row]) if rank else 0
+        shared = common_prefix(rows[order[rank - 1]], rows[row]) if rank else 0
         if shared < MIN_SHARED_FRACTION * len(rows[row]) or not shared:
             groups.append(([], []))
             shared = 0
@@ -222,13 +223,6 @@ def _check(lengths: Sequence[int], budget: Budget) -> None:
                 f"row {index} has {length} tokens; a micro-batch holds 1 to {budget.tokens}: "
                 "raise training.micro_batch_tokens or drop the row"
             )
-
-
-def _common_prefix(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """Length of the common prefix, in tokens."""
-    length = min(len(one), len(other))
-    different = np.flatnonzero(one[:length] != other[:length])
-    return int(different[0]) if len(different) else length
 
 
 def _rank_partitions(

@@ -80,6 +80,7 @@ OWN_KEYS: Mapping[str, Mapping[str, Iterable[str]]] = {
     },
     "experiment": {
         "*": RECIPE,
+        "agent_guess": [*RECIPE, "task.processes", "data.path"],
         "distillation": [
             *(*RECIPE, "loss.advantage_estimator", "loss.kl", "loss.kl_in", "loss.kl_estimator", "loss.gamma"),
             "reward.functions",

@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.config import TaskConfig
 from pipeline.config.task_keys import SandboxConfig
-from pipeline.environments import load_task
+from pipeline.environments import check_task, load_task
 from pipeline.environments.harbor import shell_session
 from pipeline.environments.harbor.harbor_folder import HarborError, read_task
 from pipeline.environments.harbor.harbor_task import parse_reward
@@ -23,6 +23,7 @@ from pipeline.environments.harbor.shell_session import ShellError, ShellLost, Sh
 from pipeline.environments.sandbox import missing_sandbox
 from pipeline.errors import ConfigError
 from pipeline.utils.disk_faults import full_disk, injected
+from tests.fakes.configs import make_config
 from tests.support.tasks.players import group_of
 
 needs_namespaces = pytest.mark.skipif(bool(missing_sandbox(SandboxConfig())), reason="no sandbox here")
@@ -310,6 +311,14 @@ def test_wrong_options_are_one_clear_error(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as raised:
             load_task(TaskConfig(name="harbor", options=options), 0)
         assert raised.value.key == key
+
+
+def test_a_run_without_a_sandbox_is_refused_before_it_starts(tmp_path: Path) -> None:
+    tasks_of(tmp_path / "tasks", 2)
+    options = {"path": str(tmp_path / "tasks"), "eval_rows": 1}
+    config = make_config(task={"name": "harbor", "options": options, "sandbox": {"kind": "none"}})
+    with pytest.raises(ConfigError, match=r"task\.sandbox\.kind=.*remove task\.sandbox\.kind=none"):
+        check_task(load_task(config.task, 0), config)
 
 
 @needs_namespaces

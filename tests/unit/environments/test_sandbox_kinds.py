@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.config import TaskConfig
 from pipeline.config.task_keys import SandboxConfig
-from pipeline.environments import check_sandbox, load_task, sandbox, sandbox_kinds
+from pipeline.environments import Task, check_sandbox, load_task, sandbox, sandbox_kinds
 from pipeline.environments.sandbox_guard import Bounds, parse_bounds
 from pipeline.environments.sandbox_kinds import KINDS, SandboxSpec
 from pipeline.errors import ConfigError
@@ -51,6 +51,17 @@ def test_a_node_without_the_program_is_refused(kind: str, tmp_path: Path, monkey
     assert f"there is no command {KINDS[kind].program}" in words
     assert KINDS[kind].hint in words
     assert "or set task.sandbox.kind=none" in words
+
+
+def test_a_task_that_needs_a_sandbox_is_not_advised_to_run_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Task, "needs_sandbox", True)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    sandbox.missing_sandbox.cache_clear()
+    words = refusal(kind="namespaces")
+    sandbox.missing_sandbox.cache_clear()
+    assert words.endswith(KINDS["namespaces"].hint)
 
 
 @pytest.mark.skipif(not shutil.which("bwrap"), reason="no bubblewrap here")

@@ -136,6 +136,8 @@ def test_what_an_optimizer_does_and_what_samples_are_like_is_drawn_where_it_was_
         "completion_length/max": 512.0,
         "groups/zero_variance": 0.4,
         "samples/truncated": 0.1,
+        "concurrency/in_flight": 7.0,
+        "concurrency/limit": 8.0,
     }
     drawn = {
         "Gradient norm",
@@ -144,6 +146,7 @@ def test_what_an_optimizer_does_and_what_samples_are_like_is_drawn_where_it_was_
         "Entropy",
         "Completion length",
         "Groups and samples with little to learn from",
+        "Groups in flight",
     }
     assert not drawn & plain.keys()
     assert unmeasured(read_history(run.root)) == [
@@ -157,6 +160,7 @@ def test_what_an_optimizer_does_and_what_samples_are_like_is_drawn_where_it_was_
     for name in ("to the reference", "trainer ∥ sampler"):
         assert f">{name}<" in charts["KL"].svg
     assert "longest from 512 to 512" in charts["Completion length"].svg
+    assert "limit from 8 to 8" in charts["Groups in flight"].svg
     assert "%<" in charts["Groups and samples with little to learn from"].svg
     assert unmeasured(read_history(run.root)) == []
     sections = [chart.section for chart in all_charts(read_history(run.root))]

@@ -22,6 +22,7 @@ from pipeline.train.batching.packing import (
     restore,
     split_rows,
 )
+from pipeline.utils.common_prefix import common_prefix
 
 
 @st.composite
@@ -106,7 +107,7 @@ def test_rows_that_begin_alike_are_never_missed(rows: list[NDArray[np.int32]]) -
     order = [row for each in kin for row in each.rows]
     shared = dict(zip(order, (count for each in kin for count in each.shared), strict=True))
     for place, row in enumerate(order):
-        most = max((packing._common_prefix(rows[row], rows[other]) for other in order[:place]), default=0)
+        most = max((common_prefix(rows[row], rows[other]) for other in order[:place]), default=0)
         assert shared[row] == (most if most >= max(1, MIN_SHARED_FRACTION * len(rows[row])) else 0)
 
 
