@@ -14,7 +14,7 @@
 | `node_report` | the state of a failed attempt's node, for the post-mortem |
 | `role_lifecycle` | the states of a role, and the shutdown order |
 | `node_forks` | the fork server from which a node's roles start |
-| `preflight` | a rank's check of its node |
+| `node_check`, `preflight` | the GPUs that a rank uses; its check of its node |
 | `multi_process_service` | NVIDIA's Multi-Process Service for roles that share GPUs |
 | `gpu_locks` | locks on the GPUs of a machine without a scheduler |
 | `tmpdir` | directories for temporary files and caches of roles |

@@ -33,7 +33,7 @@ from pipeline.run.metrics_log import read_rows
 from pipeline.run.paths import FIRST_FAILURE, AttemptPaths, RunPaths
 from pipeline.run.poll_rates import poll_interval, touch_interval
 from pipeline.run.run_documents import Finished
-from pipeline.topology.plan import NodeInfo, Plan, World, make_plan
+from pipeline.topology.plan import NodeInfo, World, make_plan
 from pipeline.train.train_jobs import steps_without_rl
 from pipeline.utils import network_interfaces, subprocesses
 from pipeline.utils.fs_retry import FINAL_WRITE_TIMEOUT, FS_OUTAGE_TIMEOUT, retry_transient
@@ -42,14 +42,14 @@ from pipeline.utils.waiting import CLOCK, Clock, wait_for
 from slurm.agent.agent_heartbeat import ExitMarkers, HeartbeatFile, OtherAgents, agent_name, mark_down
 from slurm.agent.control_link import ControlLinks
 from slurm.agent.control_tree import ChangeBoard
-from slurm.agent.gpu_locks import Claimant, claim_visible
 from slurm.agent.multi_process_service import multi_process_service
 from slurm.agent.neighbor_watch import NeighborWatch
+from slurm.agent.node_check import find_node
 from slurm.agent.node_forks import node_forks, roles_of
 from slurm.agent.node_partition import NodePartition, processes_of
 from slurm.agent.node_report import report_node
 from slurm.agent.node_takeover import WorldFollower, replace_lost_node
-from slurm.agent.preflight import Gpu, NodeRequirements, find_gpus, free_memory, node_id, parts_of_gpus, preflight
+from slurm.agent.preflight import free_memory, node_id
 from slurm.agent.role_lifecycle import End
 from slurm.agent.supervisor import StopRequest, Supervisor, max_shutdown_seconds
 from slurm.agent.tmpdir import scratch_folder
@@ -286,24 +286,6 @@ def _meet(
         seconds=config.cluster.rendezvous_seconds,
         clock=StoppableClock(paths, notice, plan.ranks),
     )
-
-
-def find_node(
-    paths: AttemptPaths, plan: Plan, environment: Environment, resources: ExitStack, needs_mps: bool = False
-) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
-    """The GPUs that this rank may use, and the node's problems.
-
-    A scheduler allocates the GPUs of a job, so each must be free. A virtual node claims as many free GPUs as it needs.
-    """
-    needs, visible = [bundle.gpus for bundle in plan.bundles], environment.visible_gpus
-    if environment.allocated:
-        gpus, problem = find_gpus(visible), parts_of_gpus(visible) if any(needs) else ""
-    else:
-        claimant = Claimant(run_id=paths.run_id, attempt=paths.attempt, rank=environment.rank)
-        claimed = claim_visible(visible, needs, claimant, resources)
-        gpus, problem = claimed.gpus, claimed.problem
-    unfit = preflight(paths.run, gpus, NodeRequirements(free_gpus=any(needs), mps=needs_mps))
-    return gpus, (*unfit, problem) if problem else unfit
 
 
 def _off_network(addresses: Sequence[str], network: str) -> list[str]:

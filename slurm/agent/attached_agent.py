@@ -32,10 +32,11 @@ from pipeline.utils.network_interfaces import address_towards
 from pipeline.utils.shared_dir import FileSharedDir
 from pipeline.utils.waiting import CLOCK, Clock, Deadline, wait_for
 from slurm.agent import role_lifecycle
-from slurm.agent.agent import find_node, first_failure_text, make_folders, note_signals
+from slurm.agent.agent import first_failure_text, make_folders, note_signals
 from slurm.agent.agent_heartbeat import HeartbeatFile, agent_name, mark_down
 from slurm.agent.multi_process_service import multi_process_service
 from slurm.agent.neighbor_watch import NeighborCheck
+from slurm.agent.node_check import find_node
 from slurm.agent.node_forks import node_forks
 from slurm.agent.role_process import SupervisedRole
 from slurm.agent.supervisor import StopRequest, Supervisor

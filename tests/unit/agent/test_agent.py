@@ -28,6 +28,7 @@ from slurm.agent.agent import END_SIGNALS, Agent, note_signals, run_agent
 from slurm.agent.agent_heartbeat import HeartbeatFile, mark_down, unexited_ranks
 from slurm.agent.gpu_locks import Claimant, claim_visible, missing_gpus
 from slurm.agent.neighbor_watch import NeighborCheck
+from slurm.agent.node_check import find_node
 from slurm.agent.role_lifecycle import End
 from slurm.agent.supervisor import StopRequest
 from slurm.scheduler.rank_environment import Environment
@@ -296,10 +297,10 @@ def test_virtual_nodes_claim_what_their_seats_need(
     give_gpus(monkeypatch, tmp_path, 0, 900, 0, 0)
     paths, plan = paths_of(run, 0), gpu_plan(gpus_per_node=3, inference={"servers": 2, "gpus": 1})
     with ExitStack() as held:
-        node_infos = [agent.find_node(paths, plan, local(rank, plan.ranks), held) for rank in range(plan.ranks)]
+        node_infos = [find_node(paths, plan, local(rank, plan.ranks), held) for rank in range(plan.ranks)]
         assert [([gpu.index for gpu in gpus], unfit) for gpus, unfit in node_infos] == [([0, 2, 3], ()), ([], ())]
         other = replace(paths, run_id="other")
-        gpus, (problem,) = agent.find_node(other, plan, local(0, plan.ranks), held)
+        gpus, (problem,) = find_node(other, plan, local(0, plan.ranks), held)
     assert gpus == ()
     assert problem.startswith(
         f"3 GPUs needed, 0 of 4 free (GPU 0 is claimed by run {paths.run_id} (pid {os.getpid()} of "
@@ -312,7 +313,7 @@ def test_a_local_run_keeps_to_the_gpus_that_its_user_left_it(
 ) -> None:
     give_gpus(monkeypatch, tmp_path, 0, 0, 0)
     with ExitStack() as held:
-        gpus, _ = agent.find_node(paths_of(run, 0), gpu_plan(), local(0, 3, visible="1,2"), held)
+        gpus, _ = find_node(paths_of(run, 0), gpu_plan(), local(0, 3, visible="1,2"), held)
     assert [gpu.index for gpu in gpus] == [1]
 
 
@@ -324,7 +325,7 @@ def test_what_slurm_gave_is_not_claimed_but_must_be_free(
         scheduler="slurm", job="7", restart=0, rank=0, ranks=1, addresses=("127.0.0.1",), visible_gpus="0,1"
     )
     with ExitStack() as held:
-        gpus, unfit = agent.find_node(paths_of(run, 0), gpu_plan(), given, held)
+        gpus, unfit = find_node(paths_of(run, 0), gpu_plan(), given, held)
     assert [gpu.index for gpu in gpus] == [0, 1]
     assert unfit == ("another process holds 0.9 GiB of GPU 1",)
     assert not folder.exists()
@@ -333,7 +334,7 @@ def test_what_slurm_gave_is_not_claimed_but_must_be_free(
 def test_a_run_without_gpus_claims_none(run: FakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = give_gpus(monkeypatch, tmp_path, 900)
     with ExitStack() as held:
-        assert agent.find_node(paths_of(run, 0), make_plan(make_config()), local(0, 3), held) == ((), ())
+        assert find_node(paths_of(run, 0), make_plan(make_config()), local(0, 3), held) == ((), ())
     assert not folder.exists()
 
 

@@ -24,9 +24,9 @@ def test_what_a_killed_agent_left_of_an_attempt_is_removed_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with scratch_folder("demo-0", {}) as killed, scratch_folder("demo-1", {}) as other:
+    with scratch_folder(f"{tmp_path}-0", {}) as killed, scratch_folder(f"{tmp_path}-1", {}) as other:
         (Path(killed[FOLDER]) / "file").touch()
-        remove_scratch("demo-0")
+        remove_scratch(f"{tmp_path}-0")  # no other test has this attempt
         assert not Path(killed[FOLDER]).exists()
         assert Path(other[FOLDER]).exists()
 
