@@ -23,6 +23,8 @@ the tokens slows learning to less than half, and clipping 0.01 has little effect
 MIN_STEPS = 4
 """Required number of steps with stale groups: the loss of a server for a while affects only one or two."""
 
+SMALL_MODEL = 300_000_000
+"""Parameters up to which more servers on one GPU are suggested: with 135M, three made twice the samples of one."""
 KEYS = {"trainer": "trainer", "servers": "inference"}
 """The section of `resources` for each half."""
 
@@ -69,7 +71,7 @@ def _of_rl(config: RunConfig, rows: Sequence[MetricRecord]) -> list[Finding]:
     steps = [row for row in rows if row["kind"] == "train" and row["job"] == "rl"][SKIPPED_STEPS:]
     if len(steps) < MIN_COUNTED_STEPS:
         return []
-    rules = (_not_finite, _equal, _truncated, _clipped, _refused, _idle)
+    rules = (_not_finite, _equal, _truncated, _clipped, _refused, _idle, _idle_on_shared_gpu)
     return [finding for rule in rules for finding in rule(config, steps)]
 
 
@@ -161,6 +163,25 @@ def _idle(config: RunConfig, steps: Sequence[MetricRecord]) -> Iterator[Finding]
             f"The servers have nothing to do {servers:.0%} of the time: the trainer is the slower half.",
             _resplit(config, trainer, servers, "trainer"),
             "docs/gpus.md",
+        )
+
+
+def _idle_on_shared_gpu(config: RunConfig, steps: Sequence[MetricRecord]) -> Iterator[Finding]:
+    """The finding that one server of a small model does not keep the GPU busy that it shares with the trainer."""
+    resources = config.resources
+    if not resources.colocate or resources.inference.servers > 1 or resources.inference.gpus > 1:
+        return
+    trainer, held = _median(steps, "idle/trainer"), _median(steps, "idle/actor")
+    tokens = _median(steps, "tokens/batch")
+    # A pass takes 6 operations for each parameter and token (docs/metrics.md#flops); attention adds little here.
+    parameters = _median(steps, "flops") / (6 * tokens) if tokens else 0.0
+    if trainer >= IDLE and held < IDLE and 0 < parameters <= SMALL_MODEL:
+        yield Finding(
+            f"The trainer waits for samples {trainer:.0%} of the time: for a model this small, a server is limited by "
+            "its process, not by the GPU.",
+            "Put three on the GPU: resources.mps=true resources.inference.servers=3 "
+            "resources.inference.servers_per_gpu=3.",
+            "docs/gpus.md#multi-process-service",
         )
 
 

@@ -33,6 +33,8 @@ CALM = {
     "idle/servers": 0.1,
     "idle/actor": 0.1,
 }
+SMALL, LARGE = ({"idle/trainer": 0.6, "tokens/batch": 2e4, "flops": 6 * size * 2e4} for size in (135e6, 1.7e9))
+"""Idle trainers with a model of this number of parameters."""
 CASES: dict[str, tuple[dict[str, Any], dict[str, float | None], str]] = {
     "gradients": (ASYNCHRONOUS, {"skipped": 1.0}, "20 optimizer steps changed nothing"),
     "batches that overflowed at several scales": (
@@ -54,12 +56,15 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, float | None], str]] = {
     "held back": (GPUS, {"idle/trainer": 0.6, "idle/actor": 0.5}, "training.max_lag holds new ones back"),
     "servers": (GPUS, {"idle/trainer": 0.6, "idle/servers": 0.0}, "the servers are the slower half"),
     "trainer": (GPUS, {"idle/trainer": 0.0, "idle/servers": 0.4}, "the trainer is the slower half"),
+    "a small model on a shared GPU": (ONE_GPU, SMALL, "a server is limited by its process"),
 }
 SILENT: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
     "nothing stands out": (ASYNCHRONOUS, {}),
     "ratios over the trainer's own policy": (ASYNCHRONOUS, {"clip_fraction": 0.3}),
     "a clip that holds whole samples": (GSPO, {"clip_fraction": 0.3}),
-    "halves that share a GPU": (ONE_GPU, {"idle/trainer": 0.6, "idle/actor": 0.5}),
+    "halves that share a GPU": (ONE_GPU, LARGE),
+    "a small model that staleness holds back": (ONE_GPU, SMALL | {"idle/actor": 0.5}),
+    "a small model with GPUs of its own": (GPUS, SMALL),
     "a loss scale that was halved": (ASYNCHRONOUS, {"skipped": 0.0, "overflows": 1.0}),
     "no GPUs": (ASYNCHRONOUS, {"idle/trainer": 0.6, "idle/servers": 0.0}),
 }
