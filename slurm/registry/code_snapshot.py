@@ -58,6 +58,20 @@ def digest(run: RunPaths) -> str:
     return _digest(hashes) if hashes else ""
 
 
+def changed_files(run: RunPaths) -> list[Path]:
+    """The files of this checkout and of the user that differ from the run's snapshot, also new ones; empty without a
+    snapshot with hashes."""
+    hashes = shared_files.read_document(run.code / HASHES, dict[str, str])
+    if not hashes:
+        return []
+    source = Path(pipeline.__file__).parent.parent
+    current = {path for package in PACKAGES for path in (source / package).rglob("*") if path.is_file()}
+    names = {path.relative_to(source).as_posix() for path in current if "__pycache__" not in path.parts}
+    names |= {name for name in hashes if name.startswith(tuple(f"{package}/" for package in PACKAGES))}
+    changed = [source / name for name in sorted(names) if _hash_of(source / name) != hashes.get(name)]
+    return [*changed, *frozen_code.changed_modules(run.code)]
+
+
 def refuse_damaged(run: RunPaths, known: RunIdentity) -> None:
     """Raise `CheckpointError` unless the snapshot is unchanged, or is lost and can be copied again.
 

@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 import pipeline
 from pipeline.checkpoints import Fence, newest_checkpoint, root_of
 from pipeline.checkpoints.run_progress import has_begun, known_config, known_identity, new_aside_folder, refuse_restart
@@ -151,24 +153,26 @@ def _adopt_owner(run: RunPaths, owner: str) -> None:
 
 def freeze_run(run: RunPaths, known: RunIdentity | None, config: RunConfig) -> None:
     """Write code, config and identity, unless they exist; an existing config gets the operational changes, in the form
-    that the run's code reads.
+    that the run's code reads. A run that no attempt has begun gets the current code.
 
     The order matters: if a submission is killed between two of them, the next submission completes it. Lost files of a
     `known` run are created again.
     """
     lost = [path for path, kind in ((run.run, RunIdentity), (run.config, dict)) if not _is_readable(path, kind)]
-    if known and not run.code.exists():
+    if known is None or not has_begun(run):  # the code may have been edited since a submission that started nothing
+        code_snapshot.snapshot_code(run, config)
+    elif not run.code.exists():
         lost.append(run.code)
         code_snapshot.snapshot_code(run, config, known.code)
-    elif not known:  # a submission that was killed may have left a copy of code that has been edited since
-        code_snapshot.snapshot_code(run, config)
     earlier = known_config(run, root_of(config, run, known.run_id)) if known else None
     tree = config.model_dump(mode="json") if earlier is None else in_older_form(config, earlier)
     shared_files.write_document(run.config, tree)
+    made = {"revision": git_revision(), "code": code_snapshot.digest(run)}
     if known is None:
         run_id = f"{config.name}-{secrets.token_hex(4)}"
-        made = {"revision": git_revision(), "code": code_snapshot.digest(run)}
         shared_files.create_document(run.run, RunIdentity(run_id=run_id, created=time.time(), **made))
+    elif not has_begun(run):
+        shared_files.write_document(run.run, msgspec.structs.replace(known, **made))
     elif run.run in lost:
         shared_files.write_document(run.run, known)
     for path in lost if known and run.attempts.exists() else ():

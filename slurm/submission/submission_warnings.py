@@ -18,6 +18,7 @@ from urllib.request import Request, urlopen
 
 from jinja2 import TemplateError
 
+from pipeline.checkpoints.run_progress import has_begun
 from pipeline.config import RewardConfig, RunConfig, TaskConfig
 from pipeline.config.dtype_checks import has_unstable_gradients
 from pipeline.config.model_directory import (
@@ -31,11 +32,11 @@ from pipeline.data.chat_messages import Message
 from pipeline.data.examples import RowError
 from pipeline.environments import load_task
 from pipeline.environments.chat_tokenizer import ChatTokenizer
-from pipeline.environments.frozen_code import changed_modules
 from pipeline.errors import ConfigError
 from pipeline.inference.engine_registry import find_engine
 from pipeline.run.paths import RunPaths
 from pipeline.train.batching.conversation_rows import CHECKED_ROWS, train_eval_split
+from slurm.registry.code_snapshot import changed_files
 
 ANSWER_SECONDS = 3.0
 MAX_CPU_LOAD = 2
@@ -59,7 +60,7 @@ def check_agents(config: RunConfig) -> None:
 def warnings_of(config: RunConfig) -> list[str]:
     """The warnings about a run, one line each."""
     checks = (
-        *(_changed_modules, _tiny_settings, _unstable_dtype, _templates_without_tools),
+        *(_changed_code, _tiny_settings, _unstable_dtype, _templates_without_tools),
         *(_absent_commands, _services, _cpu_overload),
     )
     of_engine = find_engine(config.inference.engine).warnings(config) if config.has_servers else ()
@@ -89,9 +90,10 @@ def _unstable_dtype(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _changed_modules(config: RunConfig) -> Iterator[str]:
-    """Warn about user modules that changed: a resumed run executes its own copy of them."""
-    if files := changed_modules(RunPaths(config.directory.resolve()).code):
+def _changed_code(config: RunConfig) -> Iterator[str]:
+    """Warn about code that changed: a run that has begun executes its own copy of it."""
+    run = RunPaths(config.directory.resolve())
+    if config.resume != "scratch" and has_begun(run) and (files := changed_files(run)):
         named = ", ".join(map(str, files[:3])) + (f" and {len(files) - 3} others" if len(files) > 3 else "")
         yield (
             f"{named} changed since the run was created, which continues with its own copy; a new run, "
