@@ -5,6 +5,7 @@ sentences, not exceptions: a node with problems still publishes its record, so t
 and name the reason. Reads no environment variable; the caller passes the scheduler's values.
 """
 
+import errno
 import os
 import shutil
 import socket
@@ -102,8 +103,13 @@ def node_id() -> str:
 def _disk_problems(folder: Path, needs: NodeRequirements) -> list[str]:
     probe = folder / f".preflight.{socket.gethostname()}.{os.getpid()}"
 
-    def free_bytes() -> int:
-        shared_files.write_atomic(probe, b"")
+    def free_bytes() -> int | None:
+        try:
+            shared_files.write_atomic(probe, b"")
+        except OSError as error:
+            if error.errno == errno.ENOSPC:  # a later write may wait for room, but no attempt begins on a full disk
+                return None
+            raise
         probe.unlink(missing_ok=True)
         return shutil.disk_usage(folder).free
 
@@ -112,6 +118,8 @@ def _disk_problems(folder: Path, needs: NodeRequirements) -> list[str]:
         free = retry_transient("the run directory to take a file", free_bytes, FINAL_WRITE_TIMEOUT)
     except OSError as error:
         return [f"cannot write in {folder}: {error.strerror}"]
+    if free is None:
+        return [f"cannot write in {folder}: {os.strerror(errno.ENOSPC)}; df and df -i show its free bytes and files"]
     return [f"{folder} has {free / GIB:.1f} GiB left, {needs.disk / GIB:.1f} are needed"] if free < needs.disk else []
 
 

@@ -3,6 +3,9 @@
 import errno
 import ipaddress
 import os
+import subprocess
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +77,25 @@ def test_a_machine_knows_its_memory_its_boot_and_its_addresses():
     addresses = [ipaddress.ip_address(address) for address in candidate_addresses()]
     assert addresses
     assert len(addresses) == 1 or not any(address.is_loopback for address in addresses)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a file system")
+def test_a_disk_without_room_for_a_file_is_reported_at_once(tmp_path: Path) -> None:
+    folder = tmp_path / "full"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m,nr_inodes=8", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        with suppress(OSError):
+            for number in range(8):
+                (folder / f"{number}").touch()
+        began = time.monotonic()
+        (problem,) = preflight(folder, (), NodeRequirements(disk=0, memory=0))
+        assert time.monotonic() - began < 10
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+    assert problem.startswith(f"cannot write in {folder}: No space left on device; df and df -i")
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EDQUOT])
