@@ -17,8 +17,8 @@ from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loss_specs import LossSpec, MetricsLevel
 
 MAX_OVERFLOWS = 4
-"""Passes over a batch. The scale is a sixteenth then, and takes 1,600 steps to grow back, so more would let one batch
-whose gradients are infinite at any scale round those of all later ones to 0."""
+"""Passes over a batch in a step. The scale is a sixteenth then, and takes 1,600 steps to grow back, so more would let
+one batch whose gradients are infinite at any scale round those of all later ones to 0."""
 
 
 def train_batch(
@@ -28,9 +28,10 @@ def train_batch(
     loss: LossSpec,
     level: MetricsLevel = "basic",
     stepping: Callable[[], AbstractContextManager[None]] = nullcontext,
+    passes: int = MAX_OVERFLOWS,
 ) -> dict[str, float]:
     """The metrics of `forward_backward` and `optim_step`, of the last pass over the rows, with the `flops` of all
-    passes. Each optimizer step is taken within a context of `stepping`.
+    passes. Each optimizer step is taken within a context of `stepping`. `passes` is the largest number of passes.
 
     In float16 `overflows` is the number of passes after which the scale was halved. `skipped` is 1 if the last one was
     among them, or its gradient was not finite for another reason. A loss that is not finite is not repeated: no scale
@@ -46,6 +47,12 @@ def train_batch(
         if "overflows" not in metrics:
             return metrics
         overflows += metrics["overflows"]
-        if not metrics["overflows"] or overflows == MAX_OVERFLOWS or not isfinite(metrics["loss"]):
+        if not metrics["overflows"] or overflows >= passes or not isfinite(metrics["loss"]):
             return metrics | {"overflows": overflows}
         flops = metrics["flops"]
+
+
+def passes_left(passes: int, metrics: dict[str, float]) -> int:
+    """The passes over a batch in the next epoch of the same step: one, once it has halved the scale as often as a batch
+    may. Without this bound a batch that overflows at any scale would halve it `MAX_OVERFLOWS` times in each epoch."""
+    return max(1, passes - int(metrics.get("overflows", 0)))

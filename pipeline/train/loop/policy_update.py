@@ -32,7 +32,7 @@ from pipeline.train.controller.batch_staging import Staged
 from pipeline.train.controller.model_saving import expect_save
 from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.compile_warmup import WarmUp
-from pipeline.train.loop.overflow_retries import train_batch
+from pipeline.train.loop.overflow_retries import MAX_OVERFLOWS, passes_left, train_batch
 from pipeline.train.loop.step_metrics import StepMetrics
 from pipeline.train.loss_specs import LossSpec, ValueLoss
 from pipeline.train.worker_spec import models_of
@@ -202,9 +202,11 @@ class PolicyUpdate:
     ) -> dict[str, float]:
         step_metrics, training = StepMetrics(), self._config.training
         level = "basic" if self.measured and training.metrics == "none" else training.metrics
+        passes = [MAX_OVERFLOWS] * len(mini_batches)
         for epoch in range(training.update_epochs):
             for number in in_order_of(epoch, len(mini_batches), [self._config.seed, step]):
-                metrics = train_batch(self._dispatch, name, staged[number], objective, level)
+                metrics = train_batch(self._dispatch, name, staged[number], objective, level, passes=passes[number])
+                passes[number] = passes_left(passes[number], metrics)
                 step_metrics.add(metrics, mini_batches[number].batch.counted)
         return step_metrics.metrics()
 

@@ -5,18 +5,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.errors import TrainingError
+from pipeline.train.batching.sequences import Batch, TrainSequence
 from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loop.overflow_retries import MAX_OVERFLOWS, train_batch
+from pipeline.train.loop.policy_update import MiniBatch, PolicyUpdate
 from pipeline.train.loop.step_metrics import MAX_SKIPPED, NonFiniteGuard, StepMetrics
 from pipeline.train.loss_specs import SFT
 from pipeline.train.model.loss_scale import GROWTH_STEPS, LARGEST, LossScale
 from pipeline.train.model.optimizer import Optimizer, OptimizerStep
+from tests.fakes.configs import make_config
 from tests.unit.train.test_optimizer import CONFIG, fill_gradients, make_parameters
 
 
@@ -149,6 +153,17 @@ def test_a_batch_that_fits_at_no_scale_takes_few_passes_and_a_few_halvings() -> 
     trained = ranks.train()
     assert (trained["skipped"], trained["overflows"], ranks.passes) == (1, MAX_OVERFLOWS, MAX_OVERFLOWS)
     assert ranks.optimizer.loss_scale == 1 << 16 - MAX_OVERFLOWS
+
+
+def test_a_mini_batch_of_several_epochs_halves_the_scale_no_more_often_than_one_and_once_in_each_further() -> None:
+    row = TrainSequence(np.zeros(2, np.int32), np.array([0, 1], np.uint8))
+    mini_batches = [MiniBatch((0,), Batch.of([row], "token"))]
+    config = make_config(training={"update_epochs": 3})
+    for fits, passes in ((0, MAX_OVERFLOWS + 2), (1 << 14, 5)):
+        ranks = Ranks(1 << 16, fits=fits)
+        update = PolicyUpdate(cast(RankGroup, ranks), config)
+        metrics = update._train("policy", SFT, cast(Any, [None]), mini_batches, 0)
+        assert (ranks.passes, metrics["skipped"]) == (passes, 0 if fits else 3)
 
 
 def test_at_scale_1_and_with_a_loss_that_is_not_finite_a_batch_has_one_pass() -> None:
