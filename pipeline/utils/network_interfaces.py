@@ -13,6 +13,8 @@ import psutil
 KEEPALIVE_SECONDS = 60
 """Seconds for which a client holds an unused HTTP connection. A server must hold it for longer: if the server closes
 the connection while a request is on its way, this request is lost."""
+LOOPBACK = "127.0.0.1"
+"""The address of a machine without another IPv4 address."""
 _SYSTEM = Path("/sys/class/net")
 
 
@@ -47,7 +49,7 @@ def candidate_addresses() -> tuple[str, ...]:
     candidates = [(name, str(interface.ip)) for name, interface in interfaces() if not interface.is_loopback]
     routed = _routed_address()
     candidates.sort(key=lambda pair: (_leads_inward(pair[0]), pair[1] != routed))
-    return tuple(address for _, address in candidates) or ("127.0.0.1",)
+    return tuple(address for _, address in candidates) or (LOOPBACK,)
 
 
 def addresses_on(addresses: Sequence[str], network: str) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ import msgspec
 
 from pipeline.errors import RendezvousError
 from pipeline.topology.plan import NodeInfo
+from pipeline.utils.network_interfaces import LOOPBACK
 from pipeline.utils.shared_dir import SharedDir
 
 NODES = "nodes"
@@ -127,7 +128,10 @@ class Membership:
                     ", ".join(f"{address}:{node_info.probe_port}" for address in node_info.addresses) or "any address"
                 )
                 asker = "to other nodes " if witnesses else ""
-                self._problems[node_info.rank] = f"{node_info.hostname} does not answer {asker}at {tried}"
+                problem = f"{node_info.hostname} does not answer {asker}at {tried}"
+                if node_info.addresses == (LOOPBACK,):
+                    problem += "; it has no other IPv4 address, and ranks on several nodes need one (not IPv6)"
+                self._problems[node_info.rank] = problem
         return {
             node_info.rank: _at(node_info, addresses[node_info.rank])
             for node_info in node_infos

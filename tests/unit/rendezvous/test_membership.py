@@ -84,6 +84,17 @@ def test_a_leader_whose_other_nodes_never_come_still_has_its_own(tmp_path: Path)
     assert not roster.complete
 
 
+def test_a_node_that_has_only_the_loopback_address_is_told_that_ranks_need_ipv4(tmp_path: Path) -> None:
+    class Deaf(Wires):
+        def find(self, node_infos: Sequence[NodeInfo], witnesses: Sequence[NodeInfo]) -> Mapping[int, str]:
+            return {}
+
+    without = msgspec.structs.replace(a_card(1), addresses=("127.0.0.1",))
+    roster, _ = roster_of(tmp_path, 2, Deaf(), a_card(0), without)
+    reason = "it has no other IPv4 address, and ranks on several nodes need one (not IPv6)"
+    assert gathered(roster)[1:] == [f"node1 does not answer at 127.0.0.1:4000; {reason}"]
+
+
 def test_a_leader_that_no_other_node_reaches_says_so(tmp_path: Path) -> None:
     class Deaf(Wires):
         def find(self, node_infos: Sequence[NodeInfo], witnesses: Sequence[NodeInfo]) -> Mapping[int, str]:
