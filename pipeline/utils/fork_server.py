@@ -37,6 +37,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 import types
 import warnings
 from collections.abc import Mapping, Sequence
@@ -50,6 +51,9 @@ SHIELDED = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIG
 MAX_MESSAGE = 1 << 20
 VARIABLE = "ROLLCALL_FORK_SERVER"
 """The address of the fork server that a process may use."""
+REST_SECONDS = 2.0
+"""Time for the kernel to end the killed descendants of a program that has ended."""
+_REST_PAUSE = 0.005
 _STREAMS = 3
 _CUDA_NOT_INITIALIZED = 3
 """`CUDA_ERROR_NOT_INITIALIZED`: the result of every call of the driver's API before `cuInit`."""
@@ -286,10 +290,15 @@ def _watch(program: int, request: Request) -> NoReturn:
 
 
 def _kill_rest(program: int) -> "os.waitid_result":
-    """Kill the program's group, and then all descendants that this process adopts. Returns how the program ended."""
+    """Kill the program's group, and then all descendants that this process adopts. Returns how the program ended.
+
+    A descendant that the kernel does not end within `REST_SECONDS`, such as one that waits for a device or a file
+    server, is left, since the requester must learn of the program's end.
+    """
     os.killpg(program, signal.SIGKILL)
     status = os.waitid(os.P_PID, program, os.WEXITED | os.WNOWAIT)
     assert status is not None
+    until = time.monotonic() + REST_SECONDS
     for _ in range(64):  # an end makes this process the parent of the next generation
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
         left = [pid for pid in map(int, children) if pid != program]
@@ -300,9 +309,18 @@ def _kill_rest(program: int) -> "os.waitid_result":
                 os.kill(pid, signal.SIGKILL)
         # Those that have already ended are reaped too: they would be the agent's zombies for the rest of the run.
         for pid in left:
-            with suppress(ChildProcessError):
-                os.waitid(os.P_PID, pid, os.WEXITED)
+            while not _has_been_reaped(pid):
+                if time.monotonic() > until:
+                    return status
+                time.sleep(_REST_PAUSE)
     return status
+
+
+def _has_been_reaped(pid: int) -> bool:
+    """Reap a child if it has ended; whether it is gone."""
+    with suppress(ChildProcessError):
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG) is not None
+    return True
 
 
 def _reap(*_: object) -> None:

@@ -156,6 +156,53 @@ def test_what_a_program_leaves_behind_ends_with_it(start: Start) -> None:
     assert all(map(gone, descendants(child)))
 
 
+LEAVES_FROZEN = """
+import subprocess, sys
+print(subprocess.Popen(["sleep", "600"], start_new_session=True).pid, flush=True)
+sys.stdin.close()
+print("up", flush=True)
+try:
+    import time
+    time.sleep(600)
+except KeyboardInterrupt:
+    sys.exit(7)
+"""
+FREEZER = Path("/sys/fs/cgroup/freezer")
+
+
+@pytest.fixture
+def freezer() -> Iterator[Callable[[int], None]]:
+    """Freezes a process, which no signal ends then, as one that waits in a driver of the kernel."""
+    folder = FREEZER / f"rollcall-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+    except OSError:
+        pytest.skip("there is no freezer of control groups here")
+
+    def freeze(pid: int) -> None:
+        (folder / "cgroup.procs").write_text(str(pid))
+        (folder / "freezer.state").write_text("FROZEN")
+        wait_for("the process to freeze", lambda: "FROZEN" in (folder / "freezer.state").read_text(), SECONDS)
+
+    yield freeze
+    (folder / "freezer.state").write_text("THAWED")
+    wait_for("an empty group", lambda: not (folder / "cgroup.procs").read_text(), SECONDS)
+    folder.rmdir()
+
+
+def test_the_end_of_a_program_is_known_although_the_kernel_cannot_end_what_it_left(
+    start: Start, freezer: Callable[[int], None]
+) -> None:
+    child = start(LEAVES_FROZEN)
+    wait_for("the program", lambda: "up" in child.log.read_text(), SECONDS)
+    (left,) = descendants(child)
+    freezer(left)
+    child.terminate()
+    assert end_of(child) == 7
+    assert not gone(left)
+    os.kill(left, signal.SIGKILL)
+
+
 ENDED_ORPHAN = """
 import os
 read, write = os.pipe()
