@@ -62,6 +62,11 @@ def run(name: str, arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; nothing was started", file=sys.stderr)
         return 130
+    except (PermissionError, IsADirectoryError, NotADirectoryError) as error:
+        if error.filename is None:
+            raise
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
     return code
 
 

@@ -33,6 +33,8 @@ _PADDING = "." * 8192
 _PREFIX, _LOG = "rollcall-fork-", "log"
 _YOUNG_SECONDS = 60.0
 """Age below which a folder without a log may belong to a process that is about to lock one, within milliseconds."""
+END_SECONDS = 10.0
+"""Time for the kernel to end a killed server."""
 START_SECONDS = 30.0
 """How long a requester waits for a program to run. The server forks it within milliseconds of its request."""
 
@@ -93,9 +95,11 @@ class ForkServer:
         self.close()
 
     def kill(self) -> None:
-        """End the server, but not its programs; its folder stays."""
+        """End the server, but not its programs; its folder stays. Waits at most `END_SECONDS` for its end: a process
+        that waits in the kernel ends later."""
         self._process.kill()
-        self._process.wait()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_SECONDS)
 
     def close(self) -> None:
         """End the server. Its programs stay."""

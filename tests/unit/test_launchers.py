@@ -12,6 +12,8 @@ import pytest
 from pipeline.config.model_directory import BUILT_IN
 from pipeline.config.run_identity import OPERATIONAL
 from pipeline.environments.chat_tokenizer import ChatTokenizer
+from slurm.registry import run_registry
+from tests.fakes.composed_config import compose_cached
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -205,6 +207,15 @@ def test_ctrl_c_before_the_start_is_no_traceback(tmp_path: Path) -> None:
     assert ended.returncode == 130
     assert ended.stderr == "interrupted; nothing was started\n"
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["report", "check"])
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, command: str) -> None:
+    with run_registry.claimed_run(compose_cached(["experiment=demo", f"output={tmp_path}"])) as run:
+        run.metrics.mkdir()  # as for root, who may read every file
+    argv = [sys.executable, str(ROOT / "launchers" / f"{command}.py"), f"run={run.root}"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, f"error: {run.metrics}: Is a directory\n")
 
 
 def test_the_task_of_the_quickstart_is_right_and_would_start(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_an_attempt_imports_what_the_run_was_made_with_whatever_was_edited_or_lo
     (mine / "words_of_mine" / "__init__.py").write_text("")
     config = compose_config(["experiment=demo", f"output={tmp_path / 'runs'}", "reward.functions=rewards_of_mine:f"])
     with run_registry.claimed_run(config) as run:
-        pass
+        (run.attempts / "a-0").mkdir(parents=True)
     first = f"['first data first {mine / 'rewards_of_mine.py'}'] {run.code / 'pipeline' / '__init__.py'}"
     assert attempt(run, mine) == first  # which also leaves bytecode of nothing beside the files
     assert changed_modules(run.code) == []

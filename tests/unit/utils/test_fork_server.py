@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -170,10 +171,18 @@ except KeyboardInterrupt:
 FREEZER = Path("/sys/fs/cgroup/freezer")
 
 
+def freezer_folder() -> Path:
+    return FREEZER / f"rollcall-test-{os.getpid()}"
+
+
+def thaw() -> None:
+    (freezer_folder() / "freezer.state").write_text("THAWED")
+
+
 @pytest.fixture
 def freezer() -> Iterator[Callable[[int], None]]:
     """Freezes a process, which no signal ends then, as one that waits in a driver of the kernel."""
-    folder = FREEZER / f"rollcall-test-{os.getpid()}"
+    folder = freezer_folder()
     try:
         folder.mkdir()
     except OSError:
@@ -185,7 +194,7 @@ def freezer() -> Iterator[Callable[[int], None]]:
         wait_for("the process to freeze", lambda: "FROZEN" in (folder / "freezer.state").read_text(), SECONDS)
 
     yield freeze
-    (folder / "freezer.state").write_text("THAWED")
+    thaw()
     wait_for("an empty group", lambda: not (folder / "cgroup.procs").read_text(), SECONDS)
     folder.rmdir()
 
@@ -201,6 +210,19 @@ def test_the_end_of_a_program_is_known_although_the_kernel_cannot_end_what_it_le
     assert end_of(child) == 7
     assert not gone(left)
     os.kill(left, signal.SIGKILL)
+
+
+def test_a_server_that_the_kernel_cannot_end_does_not_hold_its_owner(freezer: Callable[[int], None]) -> None:
+    server = ForkServer.start([Stage(SMALL, [])], 0)
+    freezer(server.pid)
+    began = time.monotonic()
+    closing = threading.Thread(target=server.close, daemon=True)
+    closing.start()
+    closing.join(SECONDS)
+    assert not closing.is_alive()
+    assert time.monotonic() - began < SECONDS
+    thaw()
+    server._process.wait(SECONDS)
 
 
 ENDED_ORPHAN = """
