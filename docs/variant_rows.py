@@ -34,20 +34,20 @@ def variants(raw: Path) -> list[dict[str, str]]:
         result = json.loads(path.read_text())
         for run in result["runs"]:
             runs[run["way"], run["way"] in KEEPS or KEEP in result["command"]["overrides"]].append(run)
-    return [_row(way, kept, runs[way, kept]) for way, kept in sorted(runs, key=_order)]
+    return [_row(way, all_groups, runs[way, all_groups]) for way, all_groups in sorted(runs, key=_order)]
 
 
 def _order(way: tuple[str, bool]) -> tuple[bool, int]:
-    name, kept = way
-    return not kept, [*WAYS].index(name)
+    name, all_groups = way
+    return not all_groups, [*WAYS].index(name)
 
 
-def _row(way: str, kept: bool, runs: list[Run]) -> dict[str, str]:
+def _row(way: str, all_groups: bool, runs: list[Run]) -> dict[str, str]:
     accuracies = {f"accuracy after {step} steps": ", ".join(_accuracy(run, step) for run in runs) for step in STEPS}
     first = [run["first_row"]["mismatch_kl"] for run in runs]
     return {
         "variant": WAYS[way],
-        "groups of equal rewards": "trained" if kept else "discarded",
+        "groups of equal rewards": "trained" if all_groups else "discarded",
         **accuracies,
         "`mismatch_kl` of the first step": f"{statistics.median(first):.1e}",
         "samples/s": f"{statistics.median(run['samples_per_second'] for run in runs):.0f}",

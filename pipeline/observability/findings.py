@@ -24,7 +24,8 @@ MIN_STEPS = 4
 """Required number of steps with stale groups: the loss of a server for a while affects only one or two."""
 
 SMALL_MODEL = 300_000_000
-"""Parameters up to which more servers on one GPU are suggested: with 135M, three made twice the samples of one."""
+"""Parameters up to which more servers on one GPU are suggested: with 135M, three made 1.7 to 2.0 times the samples of
+one."""
 KEYS = {"trainer": "trainer", "servers": "inference"}
 """The section of `resources` for each half."""
 
@@ -173,14 +174,13 @@ def _idle_on_shared_gpu(config: RunConfig, steps: Sequence[MetricRecord]) -> Ite
         return
     trainer, held = _median(steps, "idle/trainer"), _median(steps, "idle/actor")
     tokens = _median(steps, "tokens/batch")
-    # A pass takes 6 operations for each parameter and token (docs/metrics.md#flops); attention adds little here.
-    parameters = _median(steps, "flops") / (6 * tokens) if tokens else 0.0
+    # A pass takes 6 operations for each parameter and token (docs/metrics.md#flops), with adapters 4.
+    parameters = _median(steps, "flops") / ((4 if config.model.lora.rank else 6) * tokens) if tokens else 0.0
     if trainer >= IDLE and held < IDLE and 0 < parameters <= SMALL_MODEL:
         yield Finding(
             f"The trainer waits for samples {trainer:.0%} of the time: for a model this small, a server is limited by "
             "its process, not by the GPU.",
-            "Put three on the GPU: resources.mps=true resources.inference.servers=3 "
-            "resources.inference.servers_per_gpu=3.",
+            "Put three on the GPU: resources=one_gpu_mps sets resources.mps and what else this needs.",
             "docs/gpus.md#multi-process-service",
         )
 

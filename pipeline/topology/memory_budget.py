@@ -1,4 +1,4 @@
-"""What the memory of trainers and of servers has in common: its parts, and the ranks over which it is divided. Pure."""
+"""The parts of a role's memory, and the numbers of ranks over which trainers and servers divide it. Pure."""
 
 from collections.abc import Mapping
 

@@ -125,4 +125,5 @@ def _checked_bytes(config: RunConfig, sizes: Sizes) -> int:
 
 
 def arrives_on_host(config: RunConfig) -> bool:
+    """Whether weights for a server arrive in its host's memory."""
     return config.inference.staging_device == "host" and not config.model.lora.travels_alone

@@ -42,7 +42,7 @@ from pipeline.utils.waiting import CLOCK, Clock, wait_for
 from slurm.agent.agent_heartbeat import ExitMarkers, HeartbeatFile, OtherAgents, agent_name, mark_down
 from slurm.agent.control_link import ControlLinks
 from slurm.agent.control_tree import ChangeBoard
-from slurm.agent.multi_process_service import multi_process_service
+from slurm.agent.multi_process_service import multi_process_service, share_gpus
 from slurm.agent.neighbor_watch import NeighborWatch
 from slurm.agent.node_check import find_node
 from slurm.agent.node_forks import node_forks, roles_of
@@ -171,10 +171,11 @@ def _run_attempt(
         return "preempted"
     contexts = [RoleContext(paths, config, world, placement) for placement in world.of_rank(environment.rank)]
     agent, ranks = agent_name(environment.rank), environment.ranks
-    gpus = [context.placement.gpus for context in contexts]
-    gpus += [node.gpus for node in world.spares if node.rank == environment.rank]
-    needs_mps, log = config.resources.needs_mps and any(gpus), paths.logs / f"mps.{environment.rank}.log"
-    service = multi_process_service(needs_mps, paths.attempt, log)
+    service = multi_process_service(
+        config.resources.needs_mps and _may_share_gpus(world, environment.rank),
+        paths.attempt,
+        paths.logs / f"mps.{environment.rank}.log",
+    )
     variables = resources.enter_context(scratch_folder(paths.attempt, shared=config.cluster.compile_cache))
     seconds = max(config.cluster.heartbeat_seconds, FS_OUTAGE_TIMEOUT) + config.cluster.lateness
     revisions = links.schedule("revisions", FOLLOW_SECONDS)
@@ -204,6 +205,12 @@ def _run_attempt(
     if end == "finished" and environment.rank == world.leader:
         _finish(run, paths, config, world)
     return end
+
+
+def _may_share_gpus(world: World, rank: int) -> bool:
+    """Whether roles of a rank share a GPU, now or, on a spare node, perhaps later."""
+    is_spare = any(node.gpus for node in world.spares if node.rank == rank)
+    return is_spare or share_gpus(placement.gpus for placement in world.of_rank(rank))
 
 
 def _require_ownership(run: RunPaths, environment: Environment, notice: StopRequest) -> None:

@@ -104,7 +104,7 @@ class AttachedNode:
         self._ports = tuple(holder.getsockname()[1] for holder in holders)
         self._gpus = tuple(gpu.index for gpu in gpus)
         self._forks = resources.enter_context(node_forks(self._config, ["inference"]))
-        needs_mps = self._config.resources.needs_mps and bool(gpus)
+        needs_mps = self._config.resources.needs_mps and self._config.resources.inference.servers_per_gpu > 1
         service = multi_process_service(needs_mps, environment.attempt, claimed.logs / f"mps.{environment.rank}.log")
         self._variables = resources.enter_context(scratch_folder(environment.attempt)) | resources.enter_context(
             service

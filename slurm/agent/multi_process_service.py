@@ -12,8 +12,10 @@ Source: NVIDIA, Multi-Process Service, https://docs.nvidia.com/deploy/mps/.
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 
 from pipeline.errors import DeadlineError, RollcallError
@@ -28,6 +30,11 @@ MAX_TMPDIR = 107 - 60
 START_SECONDS = 20.0
 ANSWER_SECONDS = 5.0
 STOP_SECONDS = 5.0
+
+
+def share_gpus(gpus: Iterable[Sequence[int]]) -> bool:
+    """Whether a GPU is in two of these lists, each of one role."""
+    return any(count > 1 for count in Counter(chain.from_iterable(gpus)).values())
 
 
 @contextmanager
@@ -53,8 +60,12 @@ def multi_process_service(
             _wait_until_ready(daemon, own)
             yield variables
         finally:
+            if (code := daemon.poll()) is not None:
+                print(f"rollcall: {MPS_PROGRAM} {subprocesses.describe_exit(code)} before its roles; {log}", flush=True)
             _request("quit", own)
-            daemon.stop(STOP_SECONDS)
+            with suppress(DeadlineError):
+                wait_for(f"{MPS_PROGRAM} to end", lambda: daemon.poll() is not None, STOP_SECONDS)
+            daemon.kill_all()  # its server processes are in other sessions
 
 
 def _wait_until_ready(daemon: subprocesses.Child, environment: Mapping[str, str]) -> None:

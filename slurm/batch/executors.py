@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 from submitit.core.core import Job, PicklingExecutor
 from submitit.core.utils import DelayedSubmission, JobPaths
 from submitit.local.local import LocalExecutor, LocalJob
@@ -25,6 +26,7 @@ from pipeline.errors import DeadlineError, SchedulerError
 from pipeline.run.completion import is_finished
 from pipeline.run.paths import RunPaths
 from pipeline.topology.plan import Plan
+from pipeline.utils.subprocesses import KILL_SECONDS
 from pipeline.utils.waiting import CLOCK, Clock, wait_for
 from slurm.agent.tmpdir import remove_scratch
 from slurm.scheduler.local.local_environment import local_job_environment
@@ -33,6 +35,8 @@ from slurm.scheduler.scheduler_protocol import BatchScheduler, JobQueue, Schedul
 LOST_SECONDS = 60.0
 """Seconds of polling the queue for a job whose submission got no answer."""
 
+_SELF_ENDING_SECONDS = 2.0
+"""Time for processes that the kernel ends with the one that started them."""
 _ASK_SECONDS, _ASK_SECONDS_AT_END = 5.0, 0.5
 _SILENCE_SECONDS = 600.0
 
@@ -81,11 +85,40 @@ class LocalNodesExecutor(LocalExecutor):
         return self._controller.poll() if self._controller is not None else None
 
     def kill(self) -> None:
-        """Kill the job at once: the kernel ends its agents with the controller, and every role with its agent."""
-        if self._controller is not None:
-            self._controller.kill()
-            self._controller.wait()
-            remove_scratch(self.attempt)
+        """Kill the job at once, and remove what its agents cannot remove any more.
+
+        The kernel ends the agents with the controller, and every role with its agent; what a role started may be left.
+        """
+        if self._controller is None:
+            return
+        processes = []
+        with suppress(psutil.NoSuchProcess):
+            processes = psutil.Process(self._controller.pid).children(recursive=True)
+        self._controller.kill()
+        self._controller.wait()
+        for process in _running_after(processes, _SELF_ENDING_SECONDS):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        _running_after(processes, KILL_SECONDS)
+        remove_scratch(self.attempt)
+
+
+def _running_after(processes: Sequence[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Those that still run when all have ended or the time is over. One that nobody has reaped does not run."""
+
+    def running() -> list[psutil.Process]:
+        return [process for process in processes if _is_running(process)]
+
+    with suppress(DeadlineError):
+        wait_for("killed processes to end", lambda: not running(), seconds)
+    return running()
+
+
+def _is_running(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 class RunJob(Job[Any]):

@@ -78,7 +78,9 @@ def check_mps(config: RunConfig) -> None:
     """Raise `ConfigError` if the run needs the Multi-Process Service and this machine lacks its program."""
     if config.resources.needs_mps and shutil.which(MPS_PROGRAM) is None:
         expected = f"false on a machine without {MPS_PROGRAM}, a part of NVIDIA's driver"
-        raise ConfigError("resources.mps", True, expected, "set it, or add the program's folder to PATH")
+        raise ConfigError(
+            "resources.mps", True, expected, "set resources.mps=false, or add the program's folder to PATH"
+        )
 
 
 def check_server_gpus(config: RunConfig) -> None:

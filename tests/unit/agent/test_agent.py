@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import threading
 import time
@@ -27,8 +28,10 @@ from slurm.agent import agent
 from slurm.agent.agent import END_SIGNALS, Agent, note_signals, run_agent
 from slurm.agent.agent_heartbeat import HeartbeatFile, mark_down, unexited_ranks
 from slurm.agent.gpu_locks import Claimant, claim_visible, missing_gpus
+from slurm.agent.multi_process_service import PIPES
 from slurm.agent.neighbor_watch import NeighborCheck
 from slurm.agent.node_check import find_node
+from slurm.agent.preflight import MPS_PROGRAM
 from slurm.agent.role_lifecycle import End
 from slurm.agent.supervisor import StopRequest
 from slurm.scheduler.rank_environment import Environment
@@ -342,9 +345,13 @@ class Watched:
     """A supervisor whose roles end at once, and who notes what they were given and what others could still get."""
 
     seen: ClassVar[list[tuple[tuple[int, ...], str]]] = []
+    variables: ClassVar[dict[str, str]] = {}
 
-    def __init__(self, contexts: Sequence[RoleContext], *_arguments: object, **_options: object) -> None:
+    def __init__(
+        self, contexts: Sequence[RoleContext], *_arguments: object, variables: dict[str, str], **_options: object
+    ) -> None:
         self.contexts = contexts
+        Watched.variables = variables
 
     def run(self) -> End:
         given = tuple(gpu for context in self.contexts for gpu in context.placement.gpus)
@@ -381,3 +388,25 @@ def test_an_agent_whose_gpus_another_run_has_fails_and_says_whose_they_are(gpu_r
             run_agent(gpu_run.paths, local(0, 1), StopRequest())
     assert Watched.seen == []
     assert missing_gpus(None, 2) == ""
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_roles_that_share_a_gpu_get_the_multi_process_service(
+    shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_gpus(monkeypatch, tmp_path, 0, 0)
+    tool = tmp_path / "gpu-tools" / MPS_PROGRAM
+    shutil.copy(Path(__file__).parents[2] / "fakes" / "mps_control.py", tool)
+    tool.chmod(0o755)
+    monkeypatch.setattr(agent, "Supervisor", Watched)
+    resources = {"device": "cuda", "gpus_per_node": 1 if shared else 2, "colocate": shared, "mps": True}
+    groups = {"trainer": {"gpus": 1}, "inference": {"gpus": 1}, "services": {"nodes": 0}}
+    config = make_config(
+        resources=resources | groups,
+        inference={"gpu_memory": 0.4},
+        model={"path": "tiny_qwen3", "init": "random"},
+    )
+    run = FakeRun(tmp_path / "run", config)
+    assert run_agent(run.paths, local(0, 1), StopRequest()) == "preempted"
+    assert (PIPES in Watched.variables) == shared
+    assert not shared or not Path(Watched.variables[PIPES]).exists()

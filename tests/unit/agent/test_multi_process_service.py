@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -10,8 +11,9 @@ import pytest
 
 from pipeline.errors import RollcallError
 from slurm.agent import multi_process_service as service
-from slurm.agent.multi_process_service import LOGS, PIPES, multi_process_service
+from slurm.agent.multi_process_service import LOGS, PIPES, multi_process_service, share_gpus
 from slurm.agent.preflight import MPS_PROGRAM, Gpu, NodeRequirements, preflight
+from tests.patience import WAIT_SECONDS
 
 STAND_IN = Path(__file__).parents[2] / "fakes" / "mps_control.py"
 
@@ -39,7 +41,7 @@ def test_the_service_answers_inside_the_block_and_is_gone_after_it(tmp_path, mon
         assert variables == {PIPES: str(folder), LOGS: str(folder)}
         assert (folder / "control").exists()
         assert (folder / "visible").read_text() == "all"
-        assert len(children()) == len(before) + 1
+        assert len(children()) == len(before) + 2
     assert children() == before
     assert not folder.exists()
 
@@ -49,6 +51,22 @@ def test_a_node_whose_roles_share_no_gpu_starts_nothing(tmp_path):
     with multi_process_service(False, "demo-0", tmp_path / "mps.log") as variables:
         assert variables == {}
         assert children() == before
+
+
+def test_a_daemon_that_ended_during_the_block_is_reported(tmp_path, capsys):
+    before = children()
+    with multi_process_service(True, "demo-0", tmp_path / "mps.log") as variables:
+        (Path(variables[PIPES]) / "control").unlink()
+        until = time.monotonic() + WAIT_SECONDS
+        while children() != before and time.monotonic() < until:
+            time.sleep(0.05)
+    assert f"{MPS_PROGRAM} exited with code 0 before its roles; {tmp_path / 'mps.log'}" in capsys.readouterr().out
+
+
+def test_roles_share_a_gpu_if_two_of_them_have_it():
+    assert share_gpus([(0,), (0,)])
+    assert share_gpus([(0, 1), (), (1, 2)])
+    assert not share_gpus([(0,), (1,), ()])
 
 
 def test_the_service_ends_when_the_block_raises(tmp_path):

@@ -338,7 +338,7 @@ def test_a_machine_without_the_multi_process_service_cannot_share_a_gpu_by_it(
     said = answer(capsys, tmp_path / "runs", *keys)
     assert said == (
         "error: resources.mps=True: expected false on a machine without nvidia-cuda-mps-control, a part of NVIDIA's "
-        "driver; set it, or add the program's folder to PATH"
+        "driver; set resources.mps=false, or add the program's folder to PATH"
     )
     tool = tmp_path / "gpu-tools" / "nvidia-cuda-mps-control"
     tool.write_text("#!/bin/sh\n")
