@@ -210,8 +210,7 @@ def _logs(attempt: Attempt) -> list[Path]:
 
 def _agent_outputs(run: RunPaths, paths: AttemptPaths) -> list[Path]:
     """The output of the attempt's agents, and on Slurm of its batch script."""
-    job = paths.attempt.rpartition("-")[0]
-    patterns = (f"{job}/*_log.*", f"*/{job}_*_log.*")
+    patterns = (f"{paths.job}/*_log.*", f"*/{paths.job}_*_log.*")
     return sorted(path for pattern in patterns for path in run.submitit.glob(pattern))
 
 

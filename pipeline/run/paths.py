@@ -41,6 +41,7 @@ names that its owner's module defines. Pure: creates no directory and reads no f
       <number>-<overrides>/               the run directory of a point
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,6 +79,10 @@ class AttemptPaths:
     @property
     def root(self) -> Path:
         return self.run / "attempts" / self.attempt
+
+    @property
+    def job(self) -> str:
+        return self.attempt.rpartition("-")[0]
 
     @property
     def rendezvous(self) -> Path:
@@ -395,3 +400,10 @@ class SweepPaths:
 
     def point(self, name: str) -> RunPaths:
         return RunPaths(self.root / name)
+
+
+def newest_attempt(folders: Iterable[str], job: str) -> str:
+    """The job's attempt with the most restarts among names of folders; empty if none is an attempt of the job."""
+    pairs = [folder.rpartition("-") for folder in folders]
+    restarts = [int(restart) for of, _, restart in pairs if of == job and restart.isdecimal()]
+    return f"{job}-{max(restarts)}" if restarts else ""

@@ -107,12 +107,12 @@ def node_id() -> str:
 def _disk_problems(folder: Path, needs: NodeRequirements) -> list[str]:
     probe = folder / f".preflight.{socket.gethostname()}.{os.getpid()}"
 
-    def free_bytes() -> int | None:
+    def free_bytes() -> int | OSError:
         try:
             shared_files.write_atomic(probe, b"")
         except OSError as error:
-            if error.errno == errno.ENOSPC:  # a later write may wait for room, but no attempt begins on a full disk
-                return None
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return error  # a later write may wait for room, but no attempt begins without any
             raise
         probe.unlink(missing_ok=True)
         return shutil.disk_usage(folder).free
@@ -121,9 +121,10 @@ def _disk_problems(folder: Path, needs: NodeRequirements) -> list[str]:
         # A file server that fails over makes no node unfit: its problem would end an attempt without spare nodes.
         free = retry_transient("the run directory to take a file", free_bytes, FINAL_WRITE_TIMEOUT)
     except OSError as error:
-        return [f"cannot write in {folder}: {error.strerror}"]
-    if free is None:
-        return [f"cannot write in {folder}: {os.strerror(errno.ENOSPC)}; df and df -i show its free bytes and files"]
+        free = error
+    if isinstance(free, OSError):
+        hint = "; df and df -i show its free bytes and files" if free.errno == errno.ENOSPC else ""
+        return [f"cannot write in {folder}: {free.strerror}{hint}"]
     return [f"{folder} has {free / GIB:.1f} GiB left, {needs.disk / GIB:.1f} are needed"] if free < needs.disk else []
 
 

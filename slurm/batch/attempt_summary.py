@@ -14,7 +14,7 @@ from pipeline.errors import DeadlineError
 from pipeline.run.completion import is_finished
 from pipeline.run.events import Event, EventName, Events
 from pipeline.run.first_failure import FirstFailure
-from pipeline.run.paths import COMMITTED, EXHAUSTED, FIRST_FAILURE, AttemptPaths, RunPaths
+from pipeline.run.paths import COMMITTED, EXHAUSTED, FIRST_FAILURE, AttemptPaths, RunPaths, newest_attempt
 from pipeline.run.run_documents import Outcome
 from pipeline.utils import shared_files
 from pipeline.utils.shared_dir import FileSharedDir
@@ -118,9 +118,7 @@ def newest_committer(run: RunPaths, paths: AttemptPaths) -> str:
     if newest := newest_checkpoint(recorded_root(run)):
         return attempt_of(newest.manifest.attempt)
     committers = [folder.name for folder in run.attempts.glob("*") if COMMITTED in FileSharedDir(folder).names()]
-    prefix = paths.attempt.rpartition("-")[0] + "-"
-    restarts = [int(name.removeprefix(prefix)) for name in committers if name.startswith(prefix)]
-    return f"{prefix}{max(restarts)}" if restarts else "".join(committers[:1])
+    return newest_attempt(committers, paths.job) or "".join(committers[:1])
 
 
 def failures_before(run: RunPaths, paths: AttemptPaths, restart: int, committer: str) -> int:
@@ -129,9 +127,8 @@ def failures_before(run: RunPaths, paths: AttemptPaths, restart: int, committer:
     The last outcome on disk has the count. Attempts without an outcome were ended by the scheduler and do not count as
     failures. A checkpoint, whose attempt is `committer`, resets the count.
     """
-    job = paths.attempt.rpartition("-")[0]
     for earlier in range(restart - 1, -1, -1):
-        attempt = run.attempt(paths.run_id, f"{job}-{earlier}")
+        attempt = run.attempt(paths.run_id, f"{paths.job}-{earlier}")
         if attempt.attempt == committer:
             return 0
         outcome = shared_files.read_document(attempt.outcome, Outcome)

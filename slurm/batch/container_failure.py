@@ -52,9 +52,8 @@ def container_failure(
 
     `code` is the exit code of the agents' step.
     """
-    job = paths.attempt.rpartition("-")[0]
     for rank in ranks[:MAX_LOGS]:
-        log = run.submitit / config.cluster.scheduler / f"{job}_{rank}_log.out"
+        log = run.submitit / config.cluster.scheduler / f"{paths.job}_{rank}_log.out"
         if line := reason_in(log):
             cause = f"its container did not start: {line}"
             return FirstFailure(

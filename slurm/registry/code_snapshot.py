@@ -11,6 +11,7 @@ lost copy is only created again from the same code. The caller holds the run's l
 
 import hashlib
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -60,7 +61,7 @@ def digest(run: RunPaths) -> str:
 
 def changed_files(run: RunPaths) -> list[Path]:
     """The files of this checkout and of the user that differ from the run's snapshot, also new ones; empty without a
-    snapshot with hashes."""
+    snapshot with hashes. Files of `conf` count only if the run may read them."""
     hashes = shared_files.read_document(run.code / HASHES, dict[str, str])
     if not hashes:
         return []
@@ -68,8 +69,15 @@ def changed_files(run: RunPaths) -> list[Path]:
     current = {path for package in PACKAGES for path in (source / package).rglob("*") if path.is_file()}
     names = {path.relative_to(source).as_posix() for path in current if "__pycache__" not in path.parts}
     names |= {name for name in hashes if name.startswith(tuple(f"{package}/" for package in PACKAGES))}
-    changed = [source / name for name in sorted(names) if _hash_of(source / name) != hashes.get(name)]
+    read = [name for name in sorted(names) if _is_read(name, hashes)]
+    changed = [source / name for name in read if _hash_of(source / name) != hashes.get(name)]
     return [*changed, *frozen_code.changed_modules(run.code)]
+
+
+def _is_read(name: str, hashes: Mapping[str, str]) -> bool:
+    """Whether an attempt may read this file. Of `conf` it reads models and data that were there at the submission; the
+    YAML files are in the frozen config."""
+    return not name.startswith("conf/") or (name in hashes and not name.endswith(".yaml"))
 
 
 def refuse_damaged(run: RunPaths, known: RunIdentity) -> None:

@@ -61,7 +61,7 @@ def _refuse_incomplete(run: RunPaths, config: RunConfig) -> RunIdentity | None:
     """Raise `CheckpointError` if the run lacks files that `pipeline.checkpoints.run_progress` requires.
 
     Checkpoints that this machine cannot reach are not checked. `RunStateError` for a run with another config or
-    version.
+    version. The code of a run that has not begun is not checked: `freeze_run` replaces it.
     """
     known = known_identity(run)
     if known is None:
@@ -70,23 +70,30 @@ def _refuse_incomplete(run: RunPaths, config: RunConfig) -> RunIdentity | None:
     tree = known_config(run, root)
     if tree is None:
         return known
-    code_snapshot.refuse_damaged(run, known)
-    if run.code.exists() and (absent := [name for name in ENTRANCES if not (run.code / name).exists()]):
-        raise _of_another_version(run, f"a run whose code has {absent[0]}, which this version starts")
+    begun = has_begun(run)
+    if begun:
+        _refuse_code(run, known)
     old, new = _load(run, tree), located_config(config)
     if identity_digest(old) != identity_digest(new):
         changes = "; ".join(differences(old, new))
         hint = f"submit it with the old values, or give the new run another name (name={config.name}-2)"
         raise RunStateError("name", config.name, f"the config this run was made with, but {changes}", hint)
+    if not begun:
+        return known
     try:
         in_older_form(new, tree)
     except ConfigError as error:
         raise _of_another_version(run, f"a run whose code has {error.key} ({error})") from None
-    if has_begun(run) and not (
-        config.evaluation.only or config.training.jobs
-    ):  # those keep no checkpoints of the run's own
+    if not (config.evaluation.only or config.training.jobs):  # those keep no checkpoints of the run's own
         _refuse_lost_checkpoints(run, root, elsewhere=bool(config.training.checkpoints))
     return known
+
+
+def _refuse_code(run: RunPaths, known: RunIdentity) -> None:
+    """Raise an error if the run's snapshot is damaged, or lacks a module that this version starts."""
+    code_snapshot.refuse_damaged(run, known)
+    if run.code.exists() and (absent := [name for name in ENTRANCES if not (run.code / name).exists()]):
+        raise _of_another_version(run, f"a run whose code has {absent[0]}, which this version starts")
 
 
 def _refuse_lost_checkpoints(run: RunPaths, root: str, *, elsewhere: bool) -> None:
@@ -153,25 +160,26 @@ def _adopt_owner(run: RunPaths, owner: str) -> None:
 
 def freeze_run(run: RunPaths, known: RunIdentity | None, config: RunConfig) -> None:
     """Write code, config and identity, unless they exist; an existing config gets the operational changes, in the form
-    that the run's code reads. A run that no attempt has begun gets the current code.
+    that the run's code reads. A run that no attempt has begun gets the current code and the whole config.
 
     The order matters: if a submission is killed between two of them, the next submission completes it. Lost files of a
     `known` run are created again.
     """
     lost = [path for path, kind in ((run.run, RunIdentity), (run.config, dict)) if not _is_readable(path, kind)]
-    if known is None or not has_begun(run):  # the code may have been edited since a submission that started nothing
+    resumed = known if known is not None and has_begun(run) else None
+    if resumed is None:  # the code may have been edited since a submission that started nothing
         code_snapshot.snapshot_code(run, config)
     elif not run.code.exists():
         lost.append(run.code)
-        code_snapshot.snapshot_code(run, config, known.code)
-    earlier = known_config(run, root_of(config, run, known.run_id)) if known else None
+        code_snapshot.snapshot_code(run, config, resumed.code)
+    earlier = known_config(run, root_of(config, run, resumed.run_id)) if resumed else None
     tree = config.model_dump(mode="json") if earlier is None else in_older_form(config, earlier)
     shared_files.write_document(run.config, tree)
     made = {"revision": git_revision(), "code": code_snapshot.digest(run)}
     if known is None:
         run_id = f"{config.name}-{secrets.token_hex(4)}"
         shared_files.create_document(run.run, RunIdentity(run_id=run_id, created=time.time(), **made))
-    elif not has_begun(run):
+    elif resumed is None:
         shared_files.write_document(run.run, msgspec.structs.replace(known, **made))
     elif run.run in lost:
         shared_files.write_document(run.run, known)

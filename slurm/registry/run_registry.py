@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, RollcallError, RunStateError
-from pipeline.run.paths import AttemptPaths, RunPaths
+from pipeline.run.paths import AttemptPaths, RunPaths, newest_attempt
 from pipeline.run.run_documents import RunIdentity, SubmittedJob
 from pipeline.utils import shared_files
 from pipeline.utils.private_files import make_directory
@@ -111,9 +111,8 @@ def submitted_job(run: RunPaths) -> SubmittedJob | None:
 
 def last_attempt(run: RunPaths, job: str) -> AttemptPaths | None:
     """The job's newest attempt; None before the first one."""
-    pairs = [folder.name.rpartition("-") for folder in run.attempts.glob(f"{job}-*")]
-    restarts = [int(restart) for of, _, restart in pairs if of == job and restart.isdecimal()]
-    return run.attempt(identity(run).run_id, f"{job}-{max(restarts)}") if restarts else None
+    newest = newest_attempt((folder.name for folder in run.attempts.glob(f"{job}-*")), job)
+    return run.attempt(identity(run).run_id, newest) if newest else None
 
 
 def owns(run: RunPaths, job: str) -> bool:

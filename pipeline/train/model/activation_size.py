@@ -35,11 +35,16 @@ _COMPUTED = 3
 What all layers share, such as rotary factors, is then saved by the second one."""
 
 
+class HeadCountError(ValueError):
+    """The heads of keys do not divide those of queries, so that no kernel can attend."""
+
+
 def activations_of(network: Any, computed: int = _COMPUTED) -> tuple[float, float]:
     """`activations` and `selected` of `Sizes`: bytes per token that a backward pass through the decoder needs, without
     parameters; 0 if the network cannot run on the meta device, such as one whose routing depends on values.
 
     The network is used up: most of its layers cannot compute afterwards. Of layers that are alike, `computed` compute.
+    `HeadCountError` for a network whose heads of queries are no multiple of those of keys.
     """
     saved, tokens_BT = _SavedBytes(network), torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
     seen: Counter[str] = Counter()
@@ -51,6 +56,8 @@ def activations_of(network: Any, computed: int = _COMPUTED) -> tuple[float, floa
     try:
         with saved_tensors_hooks(saved.keep, lambda tensor: tensor), saved.selected:
             output = network.get_decoder()(input_ids=tokens_BT, position_ids=tokens_BT, use_cache=False)
+    except HeadCountError:
+        raise
     except Exception as error:  # noqa: BLE001 (any family may refuse in its own way)
         log.info("the activations of %s cannot be measured: %s", type(network).__name__, one_line(error)[:200])
         return 0.0, 0.0
@@ -148,7 +155,9 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Attention for counting, with the signature of transformers' attention functions. Grouped heads are repeated, as
     they are for kernels without support for them."""
-    heads = query_BHTD.shape[1]
+    heads, key_heads = query_BHTD.shape[1], key_BHTD.shape[1]
+    if heads % key_heads:
+        raise HeadCountError(f"num_key_value_heads={key_heads} does not divide num_attention_heads={heads}")
     key_BHTD, value_BHTD = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key_BHTD, value_BHTD))
     attended_BHTD, _ = _counted_attention(query_BHTD, key_BHTD, value_BHTD)
     return attended_BHTD.transpose(1, 2).contiguous(), None

@@ -98,7 +98,19 @@ def test_a_disk_without_room_for_a_file_is_reported_at_once(tmp_path: Path) -> N
     assert problem.startswith(f"cannot write in {folder}: No space left on device; df and df -i")
 
 
-@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EDQUOT])
+def test_an_exceeded_quota_is_reported_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(os, "replace", failing)
+    began = time.monotonic()
+    problems = preflight(tmp_path, (), NodeRequirements(disk=0, memory=0))
+    assert time.monotonic() - began < 10
+    assert problems == (f"cannot write in {tmp_path}: Disk quota exceeded",)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
 def test_a_disk_that_fails_for_a_moment_makes_no_node_unfit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:

@@ -1,6 +1,7 @@
 """The requeue as it is carried out: what is read, waited for, written and asked, in which order."""
 
 import os
+import shutil
 import signal
 import time
 
@@ -143,6 +144,17 @@ def test_of_two_attempts_with_a_mark_the_later_counts_although_its_clock_is_behi
         fail(paths)
         cluster.leave(paths)
         assert cluster.end(1).failures == 0
+
+
+def test_a_folder_that_is_no_attempt_of_the_job_is_not_counted(cluster: Cluster) -> None:
+    """Such as a copy that a user made of an attempt with a checkpoint, which job files have elsewhere."""
+    paths = cluster.attempt()
+    paths.checkpointed.touch()
+    shutil.copytree(paths.root, paths.root.with_name(f"{paths.attempt}-old"))
+    fail(paths)
+    cluster.leave(paths)
+    outcome = cluster.end(1)
+    assert (outcome.decision, outcome.failures) == ("requeued", 0)
 
 
 def test_a_job_that_failed_after_its_commits_is_tried_again(cluster: Cluster) -> None:

@@ -48,14 +48,14 @@ def test_adapters_need_a_base_whose_weights_are_on_disk(base: Path) -> None:
         ({"layer_types": ["full_attention"]}, "layer_types for num_hidden_layers=4; it has 1 of them"),
         ({"layer_types": "full_attention"}, "whose layer_types is a list; it is 'full_attention'"),
         ({"hidden_size": -128}, "whose hidden_size is a positive integer; it is -128"),
+        ({"head_dim": -1}, "whose head_dim is 0 or a positive integer; it is -1"),
         ({"hidden_size": "128"}, "whose hidden_size is a positive integer; it is '128'"),
         ({"hidden_size": 128.5}, "whose hidden_size is a positive integer; it is 128.5"),
         ({"num_hidden_layers": 0}, "whose num_hidden_layers is a positive integer; it is 0"),
         ({"num_key_value_heads": 0}, "whose num_key_value_heads is a positive integer; it is 0"),
-        ({"num_attention_heads": 5}, "whose num_key_value_heads divides num_attention_heads=5; it is 2"),
         ({"vocab_size": "many"}, "whose vocab_size is a positive integer; it is 'many'"),
         ({"max_position_embeddings": -5}, "whose max_position_embeddings is a positive integer; it is -5"),
-        ({"intermediate_size": True}, "whose intermediate_size is a positive integer; it is True"),
+        ({"intermediate_size": True}, "whose intermediate_size is 0 or a positive integer; it is True"),
     ],
 )
 def test_a_size_that_no_model_has_is_refused_with_its_key(base: Path, settings: dict[str, object], words: str) -> None:

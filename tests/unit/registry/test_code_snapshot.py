@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
+import pipeline
 from pipeline.config import RunConfig
 from pipeline.errors import RunStateError
 from pipeline.run.paths import RunPaths
@@ -105,3 +106,20 @@ def test_the_hashes_of_a_submission_that_was_killed_before_it_wrote_the_identity
     run.run.unlink()
     with run_registry.claimed_run(demo(tmp_path)):
         assert run_registry.identity(run).code == code_snapshot.digest(run) != ""
+
+
+def test_only_files_of_conf_that_a_run_reads_count_as_changed(
+    run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkout = tmp_path / "checkout"
+    shutil.copytree(run.code, checkout)
+    monkeypatch.setattr(pipeline, "__file__", str(checkout / "pipeline" / "__init__.py"))
+    assert code_snapshot.changed_files(run) == []
+    (checkout / "conf" / "experiment" / "mine.yaml").write_text("seed: 5")
+    (checkout / "conf" / "data" / "mine.jsonl").write_text("{}")
+    (checkout / "conf" / "config.yaml").write_text("seed: 5")
+    assert code_snapshot.changed_files(run) == []
+    changed = [checkout / "conf" / "models" / "tiny_qwen3" / "config.json", checkout / "pipeline" / "mine.py"]
+    for path in changed:
+        path.write_text("{}")
+    assert code_snapshot.changed_files(run) == changed

@@ -283,3 +283,22 @@ def test_a_key_that_a_runs_code_lacks_is_refused_and_nothing_changes(tmp_path: P
     ):
         pass
     assert run.config.read_bytes() == before
+
+
+def test_a_run_of_an_older_version_that_has_not_begun_gets_new_keys_with_the_current_code(tmp_path: Path) -> None:
+    with run_registry.claimed_run(demo(tmp_path)) as run:
+        tree = shared_files.read_document(run.config, dict)
+        assert tree is not None
+        del tree["resources"]["mps"]
+        shared_files.write_document(run.config, tree)
+        (run.code / "slurm" / "batch" / "requeue.py").unlink()
+        (run.code / "pipeline" / "errors.py").write_text("")
+    assert run_registry.examine(demo(tmp_path, "resources.mps=true")) == run
+    with run_registry.claimed_run(demo(tmp_path, "resources.mps=true")):
+        assert read_config(run).resources.mps
+    with run_registry.claimed_run(demo(tmp_path)):
+        tree = shared_files.read_document(run.config, dict)
+    assert tree is not None
+    assert tree["resources"]["mps"] is False
+    (run.attempts / "a-0").mkdir(parents=True)
+    assert run_registry.examine(demo(tmp_path)) == run, "its code is whole"

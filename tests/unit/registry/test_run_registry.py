@@ -122,6 +122,7 @@ def test_a_submission_killed_before_it_wrote_the_identity_is_completed(tmp_path:
 
 def test_a_run_whose_code_is_of_another_version_is_refused(tmp_path: Path) -> None:
     with run_registry.claimed_run(demo(tmp_path)) as run:
+        (run.attempts / "a-0").mkdir(parents=True)
         (run.code / "slurm" / "batch" / "requeue.py").rename(run.code / "slurm" / "requeue.py")
         (run.code / ".hashes.json").unlink()
         shared_files.write_document(run.run, structs.replace(run_registry.identity(run), code=""))

@@ -99,7 +99,7 @@ def begin(run: RunPaths, name: str) -> AttemptPaths:
 
 
 def test_a_job_that_was_requeued_is_told_by_its_newest_attempt(run: RunPaths) -> None:
-    for name in ("7-9", "7-10", "17-11", "70-12", "7-x"):
+    for name in ("7-9", "7-10", "17-11", "70-12", "7-x", "7-11-old"):
         begin(run, name)
     newest = run_registry.last_attempt(run, "7")
     assert newest is not None

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import (
+    AutoConfig,
+    AutoModel,
     BambaConfig,
     Gemma3TextConfig,
     JetMoeConfig,
@@ -20,6 +22,7 @@ from transformers import (
 )
 
 from pipeline.config import LoraConfig, ModelConfig
+from pipeline.config.model_directory import model_directory
 from pipeline.errors import ConfigError
 from pipeline.train.model.activation_size import activations_of
 from pipeline.train.model.model_size import (
@@ -73,6 +76,34 @@ def test_a_mistake_in_a_models_config_is_one_line(tmp_path: Path, key: str) -> N
         assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("key_heads", [3, 8])
+def test_heads_that_no_kernel_can_attend_are_one_line(tmp_path: Path, key_heads: int) -> None:
+    model = saved(tmp_path, Qwen3Config(**SHAPE, num_key_value_heads=key_heads, head_dim=8))
+    with pytest.raises(ConfigError, match=f"num_key_value_heads={key_heads} does not divide num_attention_heads=4"):
+        sizes_of(model)
+
+
+PADDED = ["full_attention"] * 4
+COMPRESSED = {"layer_types": ["heavily_compressed_attention"] * 4, "mlp_layer_types": ["moe"] * 4}
+UNUSUAL: dict[str, dict[str, object]] = {
+    "qwen3_moe": {**SHAPE, **EXPERTS, "intermediate_size": 0, "num_key_value_heads": 2, "head_dim": 8},
+    "falcon": {**SHAPE, "multi_query": True, "num_key_value_heads": 71},
+    "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 64, "n_positions": 64, "head_dim": 0},
+    "step3p7": {"text_config": {**SHAPE, "num_nextn_predict_layers": 1, "layer_types": PADDED, "head_dim": 8}},
+    "deepseek_v4": {**SHAPE, **COMPRESSED, "num_key_value_heads": 1, "head_dim": 8, "n_routed_experts": 4},
+}
+
+
+@pytest.mark.parametrize("family", UNUSUAL)
+def test_sizes_that_a_family_does_not_use_are_not_refused(tmp_path: Path, family: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(UNUSUAL[family] | {"model_type": family}))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    directory = model_directory(ModelConfig(path=str(tmp_path), init="random"))
+    with torch.device("meta"):
+        network = AutoModel.from_config(AutoConfig.from_pretrained(directory))
+    assert sum(p.numel() for p in network.parameters()) > 64 * 32
+
+
 def kept(model: ModelConfig, tokens: int) -> float:
     """Bytes a token that autograd keeps in a real pass through the decoder, with the attention that is trained with."""
     policy = build_model(model, seed=0)
@@ -117,10 +148,12 @@ KINDS = ["sliding_attention", "full_attention"]
 @pytest.mark.parametrize(
     "config",
     [
-        Qwen3Config(**SHAPE | {"num_hidden_layers": 6}, head_dim=8),
+        Qwen3Config(**SHAPE | {"num_hidden_layers": 6}, num_key_value_heads=2, head_dim=8),
         Gemma3TextConfig(**SHAPE | {"num_hidden_layers": 8}, head_dim=8, layer_types=KINDS * 4),
         Qwen3MoeConfig(**SHAPE | {"num_hidden_layers": 7}, **EXPERTS, mlp_only_layers=[0, 4]),
-        Lfm2Config(**SHAPE | {"num_hidden_layers": 8}, layer_types=["conv", "full_attention"] * 4),
+        Lfm2Config(
+            **SHAPE | {"num_hidden_layers": 8}, num_key_value_heads=2, layer_types=["conv", "full_attention"] * 4
+        ),
         BambaConfig(**SHAPE | {"num_hidden_layers": 6}, **MAMBA, attn_layer_indices=[1, 4]),
     ],
     ids=lambda config: config.model_type,
