@@ -119,14 +119,24 @@ class AgentTask(Task):
     def runs_code(self) -> bool:
         return self._of.runs_code
 
+    @property
+    def needs_sandbox(self) -> bool:
+        return self._of.needs_sandbox
+
     def prompt(self, index: int) -> Prompt:
         return self._of.prompt(index)
+
+    def first_prompts(self) -> list[Prompt]:
+        return self._of.first_prompts()
 
     def held_out(self) -> Sequence[Prompt]:
         return self._of.held_out()
 
     def demonstration(self, index: int) -> Demonstration:
         return self._of.demonstration(index)
+
+    def prepare_worker(self) -> None:
+        self._of.prepare_worker()
 
     def reward(self, prompt: Prompt, text: str) -> float:
         if not self._of.has_reward:

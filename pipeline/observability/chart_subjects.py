@@ -37,8 +37,8 @@ def all_charts(history: History) -> list[Chart]:
         _idle(rows, resumes),
         *_optional(
             "Groups in flight",
-            "Groups that the actor had in flight at the step's end, and how many the load of the servers' caches "
-            "allowed (rollout.adaptive_concurrency).",
+            "Groups in flight in the actor's last report before the step's end, up to 1 s old, and how many the load "
+            "of the servers' caches allowed (rollout.adaptive_concurrency).",
             {"in flight": "concurrency/in_flight", "limit": "concurrency/limit"},
             (rows, resumes, SPEED),
         ),

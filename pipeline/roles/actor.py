@@ -124,6 +124,7 @@ async def run(context: RoleContext, stop: asyncio.Event) -> None:
             vocabulary=chat.vocabulary,
             routing=routing_shape(config),
             keeps_prefixes=not config.inference.reset_kv_cache_on_update,
+            watches_load=config.rollout.adaptive_concurrency,
         ) as client,
     ):
         await work_until(

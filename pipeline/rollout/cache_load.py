@@ -8,12 +8,12 @@ import asyncio
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import aiohttp
 
-from pipeline.rollout.server_client import PromptTokens, Server
+from pipeline.rollout.server_client import Server
 
 METRICS = "/metrics"
 READ_SECONDS = 5.0
@@ -41,7 +41,7 @@ class CacheWatch:
     def __init__(self) -> None:
         self._preemptions: dict[str, int] = {}
         self._blocks: dict[str, int | None] = {}
-        self._seen: WeakKeyDictionary[Server, tuple[PromptTokens, PromptTokens]] = WeakKeyDictionary()
+        self._answered: WeakKeyDictionary[Server, int] = WeakKeyDictionary()
 
     async def load(self, http: aiohttp.ClientSession, servers: Sequence[Server]) -> CacheLoad:
         metrics = await asyncio.gather(*(read_metrics(http, server.endpoint) for server in servers))
@@ -53,17 +53,19 @@ class CacheWatch:
                 preemptions += max(0, total - self._preemptions.get(server.endpoint, total))
                 self._preemptions[server.endpoint] = total
                 self._blocks[server.endpoint] = block_size(text)
-        answered, repeated, in_blocks = 0, PromptTokens(), 0
+        answered = continued = repeated = cached = 0
         for server in servers:
-            now = replace(server.prompts), replace(server.repeated)
-            seen = self._seen.get(server, (PromptTokens(), PromptTokens()))
-            answered, new = answered + now[0].since(seen[0]).samples, now[1].since(seen[1])
-            repeated += new
-            # Only whole blocks are cached: a prompt repeats up to a block more than can be found.
-            block = self._blocks.get(server.endpoint, 1)
-            in_blocks += max(0, new.tokens - block * new.samples) if block else 0
-            self._seen[server] = now
-        return CacheLoad(answered, repeated.samples, in_blocks, repeated.cached, usage, preemptions)
+            answered += server.prompts.samples - self._answered.get(server, 0)
+            self._answered[server] = server.prompts.samples
+            block, prompts = self._blocks.get(server.endpoint, 1), server.repeated
+            server.repeated = []
+            for prompt in prompts:
+                continued += prompt.samples
+                # Only whole blocks are cached: a prompt repeats up to a block more than can be found.
+                in_blocks = max(0, prompt.tokens - block) if block else 0
+                repeated += in_blocks
+                cached += min(prompt.cached, in_blocks)
+        return CacheLoad(answered, continued, repeated, cached, usage, preemptions)
 
 
 def values(text: str, name: str) -> list[float]:

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-import numpy as np
-
 from pipeline.environments import Message, Prompt, Turn
 from pipeline.environments.chat_tokenizer import ChatTokenizer
 from pipeline.environments.task_calls import TaskCalls
@@ -25,7 +23,6 @@ from pipeline.rollout.routed_experts import known_records
 from pipeline.rollout.server_client import Completion
 from pipeline.rollout.server_pool import InferenceClient
 from pipeline.rollout.turn_timer import TurnTimer
-from pipeline.utils.common_prefix import common_prefix
 
 MAX_IDS = 1 << 31
 """Upper bound of token ids in a record, used when a model's config does not name the vocabulary size."""
@@ -95,17 +92,21 @@ class Sampler:
         known: tuple[bytes, ...] = (),
         cached_on: str = "",
         cached_at: int | None = None,
-        repeats: int = 0,
+        earlier: Sequence[int] = (),
+        computed_at: int | None = None,
     ) -> list[Turn]:
         """A turn after `tokens` for each of the `records`, of at most `max_tokens` if that is below the run's limit.
 
-        The first tokens have the `known` routed experts. The first `repeats` ones are in the prefix cache of the server
-        `cached_on`, under the policy version `cached_at`. One request samples all turns without a record.
+        The first tokens have the `known` routed experts. For the others see `InferenceClient.generate`. One request
+        samples all turns without a record.
         """
         new = [record for record in records if record.begun is None]
         requests = [*([new] if new else []), *([record] for record in records if record.begun is not None)]
         sampled = await asyncio.gather(
-            *(self._generate(tokens, part, max_tokens, known, cached_on, cached_at, repeats) for part in requests)
+            *(
+                self._generate(tokens, part, max_tokens, known, cached_on, cached_at, earlier, computed_at)
+                for part in requests
+            )
         )
         by_record = dict(zip(chain(*requests), chain(*sampled), strict=True))
         return [by_record[record] for record in records]
@@ -123,7 +124,8 @@ class Sampler:
         known: tuple[bytes, ...],
         cached_on: str,
         cached_at: int | None,
-        repeats: int,
+        earlier: Sequence[int],
+        computed_at: int | None,
     ) -> Sequence[Turn]:
         """The turns of one request; only a single one may have begun."""
         sampling, begun = self.sampling, records[0].begun
@@ -144,7 +146,8 @@ class Sampler:
             begun=begun,
             cached_on=cached_on,
             cached_at=cached_at,
-            repeats=repeats,
+            earlier=earlier,
+            computed_at=computed_at,
             note=lambda index, piece: records[index].add(piece),
         )
 
@@ -159,9 +162,10 @@ class RolloutPolicy:
         self._record = sampler.records[index]
         self._opened = False
         self._earlier: tuple[tuple[int, ...], tuple[bytes, ...]] = (), ()
+        self._conversation: tuple[int, ...] = ()  # the last turn with its input
         self._server = ""  # of the last turn: it has the conversation in its prefix cache
-        self._conversation = np.zeros(0, np.int32)  # the last turn with its input
-        self._version: int | None = None  # of the first turn, under which the conversation is cached
+        self._first_version: int | None = None  # of the first turn, under which the conversation is cached
+        self._last_version: int | None = None
         self.timer = TurnTimer()
         self.prompt = prompt
 
@@ -182,8 +186,8 @@ class RolloutPolicy:
         known, began = self._known(tokens), self.timer.now
         records = [self._record.turn(tokens, known, max_tokens) for _ in range(n)]
         with self._own_time.pause():
-            repeats = common_prefix(self._conversation, np.array(tokens, np.int32))
-            turns = await self._sampler.turns(tokens, records, max_tokens, known, self._server, self._version, repeats)
+            cached = self._server, self._first_version, self._conversation, self._last_version
+            turns = await self._sampler.turns(tokens, records, max_tokens, known, *cached)
         self._note(tokens, turns, began)
         return turns
 
@@ -196,12 +200,12 @@ class RolloutPolicy:
             engine = turn.engine_seconds if isinstance(turn, Completion) else None
             self.timer.add(len(tokens), turn.tokens, turn.server, began, engine)
         turn = turns[0]
-        self._server = turn.server
-        self._conversation = np.array([*tokens, *turn.tokens], np.int32)
-        if self._version is None:
-            self._version = turn.version_min
+        self._server, self._last_version = turn.server, turn.version_min
+        self._conversation = (*tokens, *turn.tokens)
+        if self._first_version is None:
+            self._first_version = turn.version_min
         if turn.routed_experts:
-            self._earlier = (*tokens, *turn.tokens), tuple(turn.routed_experts)
+            self._earlier = self._conversation, tuple(turn.routed_experts)
 
     def remaining_tokens(self, tokens: Sequence[int]) -> int:
         return max(0, self._sampler.sampling.max_length - len(tokens))

@@ -98,8 +98,7 @@ class Completion:
 @dataclass
 class PromptTokens:
     """Counts: samples of the responses, prompt tokens, and those of them that were in the server's prefix cache. A
-    response without a report of its cached tokens counts only its samples. `add_repeated` counts only the tokens that a
-    request repeats."""
+    response without a report of its cached tokens counts only its samples."""
 
     samples: int = 0
     tokens: int = 0
@@ -109,18 +108,6 @@ class PromptTokens:
         self.samples += len(answer.choices)
         self.tokens += answer.prompt_tokens
         self.cached += answer.cached_tokens
-
-    def add_repeated(self, answer: Answer, repeats: int) -> None:
-        self.samples += len(answer.choices)
-        self.tokens += min(repeats, answer.prompt_tokens)
-        self.cached += min(repeats, answer.cached_tokens)
-
-    def __add__(self, other: "PromptTokens") -> "PromptTokens":
-        return PromptTokens(self.samples + other.samples, self.tokens + other.tokens, self.cached + other.cached)
-
-    def since(self, seen: "PromptTokens") -> "PromptTokens":
-        """The counts since `seen`, which are earlier ones of the same server."""
-        return PromptTokens(self.samples - seen.samples, self.tokens - seen.tokens, self.cached - seen.cached)
 
     @property
     def hit_rate(self) -> float:
@@ -136,7 +123,8 @@ class Server(HasBackoff):
         fixed: whether its weights are from disk and never change, so that it reports no versions itself.
         samples: number of samples in progress.
         prompts: the tokens of all prompts so far, and those of them that were in the prefix cache.
-        repeated: the same of the first tokens of a prompt, which the server computed for an earlier turn or piece.
+        repeated: for each response since the last reading of the load, the first tokens of its prompt that the server
+            computed for an earlier turn or piece; empty unless the load is read.
     """
 
     endpoint: str
@@ -144,7 +132,7 @@ class Server(HasBackoff):
     fixed: bool = False
     samples: int = 0
     prompts: PromptTokens = field(default_factory=PromptTokens)
-    repeated: PromptTokens = field(default_factory=PromptTokens)
+    repeated: list[PromptTokens] = field(default_factory=list)
     busy: TimeFraction = field(default_factory=TimeFraction)
     running: set[asyncio.Task[bytes]] = field(default_factory=set)
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
@@ -176,7 +164,8 @@ class Server(HasBackoff):
             raise TransientError("malformed answer") from None
         self.prompts.add(answer)
         if request.repeats:
-            self.repeated.add_repeated(answer, request.repeats)
+            tokens = min(request.repeats, answer.prompt_tokens)
+            self.repeated.append(PromptTokens(len(answer.choices), tokens, answer.cached_tokens))
         return [
             replace(self._completion(choice, request, version, elapsed), engine_seconds=seconds)
             for choice, seconds in answer.timed_choices()

@@ -22,7 +22,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import count
+from itertools import compress, count
+from operator import ne
 from types import TracebackType
 from typing import Self
 
@@ -68,6 +69,7 @@ class InferenceClient:
         fixed: bool = False,
         routing: RoutingShape | None = None,
         keeps_prefixes: bool = False,
+        watches_load: bool = False,
     ) -> None:
         """No server gets a request before `update` declares it current.
 
@@ -81,13 +83,14 @@ class InferenceClient:
             fixed: whether the servers load their weights from disk and never change them.
             routing: the shape of the routed experts that every response must have; None: none are requested.
             keeps_prefixes: whether an episode uses its cached prefixes after an update of the weights too.
+            watches_load: whether `load` is called, which has the repeated tokens only then.
             vocabulary: token ids must be below this. vLLM without a tokenizer does not check, and would crash on one
                 above.
         """
         self._servers = {endpoint: Server(endpoint, fixed=fixed) for endpoint in servers}
         self._password, self._seconds, self._piece = password, request_seconds, max_tokens_per_request
         self._max_lag, self._server_seconds, self._vocabulary = max_lag, server_seconds, vocabulary
-        self._routing, self._keeps_prefixes = routing, keeps_prefixes
+        self._routing, self._keeps_prefixes, self._watches_load = routing, keeps_prefixes, watches_load
         self._changed, self._suspects = asyncio.Event(), PoisonRequestGuard()
         self._cache_watch, self._drafts = CacheWatch(), DraftCounts()
         self._followed: set[str] = set()
@@ -142,7 +145,8 @@ class InferenceClient:
         begun: Completion | None = None,
         cached_on: str = "",
         cached_at: int | None = None,
-        repeats: int = 0,
+        earlier: Sequence[int] = (),
+        computed_at: int | None = None,
         note: Callable[[int, Completion], None] = lambda index, piece: None,
     ) -> list[Completion]:
         """`n` continuations of `token_ids`, each of at most `max_tokens` tokens; temperature 0 is greedy.
@@ -152,8 +156,8 @@ class InferenceClient:
         `begun` is the first part of the only continuation, from an earlier call: only the rest is requested.
         `cached_on` is the server that has the beginning of `token_ids` in its prefix cache (`Completion.server` of the
         turn before); "" if none has. `cached_at` is the policy version with which the episode began: with
-        `keeps_prefixes` its turns share cached prefixes under it, also after an update. `repeats` is the length of this
-        beginning.
+        `keeps_prefixes` its turns share cached prefixes under it, also after an update. `earlier` is the turn before
+        with its input, which this server computed under the policy version `computed_at`.
         `note` receives each response as it comes: the index of the continuation, and its next part.
 
         Retries until the request succeeds. Raises `RolloutError` for a request that can never succeed or under which
@@ -162,9 +166,10 @@ class InferenceClient:
         self._check(token_ids)
         self.requests += 1
         sampling = n, temperature, max_tokens, list(stop_token_ids), top_p, top_k
-        repeats = repeats if self._finds(cached_on, cached_at) else 0
+        tokens = list(token_ids)
+        repeats = _common_prefix(tokens, list(earlier)) if self._counts(cached_on, computed_at) else 0
         cached_at = cached_at if self._keeps_prefixes else None
-        request = GenerationRequest(list(token_ids), *sampling, self._routing, known, cached_at, repeats)
+        request = GenerationRequest(tokens, *sampling, self._routing, known, cached_at, repeats)
         if begun is None:
             completions = await self._somewhere(request, cached_on)
             for index, completion in enumerate(completions):
@@ -232,27 +237,30 @@ class InferenceClient:
         self, part: Completion, request: GenerationRequest, note: Callable[[Completion], None]
     ) -> Completion:
         """`part`, continued until it is complete."""
+        last = part
         while not part.complete:
             left = request.max_tokens - len(part.tokens)
             if left < 1:
                 return replace(part, finish="length")
             tokens = [*request.token_ids, *part.tokens]
-            # A part without a token may be of a server that has not computed the prompt.
-            is_cached = bool(part.tokens) and self._finds(part.server, part.version_min)
+            # A piece without a token may be of a server that has not computed the prompt.
+            is_cached = bool(last.tokens) and self._counts(last.server, last.version_min)
             repeats = len(tokens) if is_cached else 0
             known = part.routed_experts
             rest = replace(request, token_ids=tokens, n=1, max_tokens=left, known=known, repeats=repeats)
             if self._keeps_prefixes and rest.cached_at is None:
                 rest = replace(rest, cached_at=part.version_min)
-            (more,) = await self._somewhere(rest, part.server)
-            note(more)
-            part = part.followed_by(more)
+            (last,) = await self._somewhere(rest, part.server)
+            note(last)
+            part = part.followed_by(last)
         return part
 
-    def _finds(self, endpoint: str, version: int | None) -> bool:
-        """Whether a server may find in its cache what it computed under this policy version."""
+    def _counts(self, endpoint: str, version: int | None) -> bool:
+        """Whether the load counts the tokens that a server computed under this policy version: the server may find them
+        in its cache."""
         server = self._servers.get(endpoint)
-        return self._keeps_prefixes or (server is not None and server.version == version)
+        finds = self._keeps_prefixes or (server is not None and server.version == version)
+        return self._watches_load and finds
 
     async def _chosen(self, cached_on: str, samples: int) -> Server:
         """The server `cached_on` if it is eligible and not overloaded, else the least loaded one.
@@ -304,6 +312,14 @@ class InferenceClient:
         if lowest < 0 or (self._vocabulary is not None and highest >= self._vocabulary):
             invalid = lowest if lowest < 0 else highest
             raise RolloutError(f"token id {invalid} is outside of the vocabulary of {self._vocabulary} tokens")
+
+
+def _common_prefix(one: list[int], other: list[int]) -> int:
+    """Length of the common prefix, in tokens."""
+    length = min(len(one), len(other))
+    if one[:length] == other[:length]:  # three times as fast as the search
+        return length
+    return next(compress(count(), map(ne, one, other)))
 
 
 def _is_overloaded(server: Server, others: Sequence[Server], samples: int) -> bool:

@@ -103,7 +103,7 @@ def served_config(folder: Path, size: str) -> RunConfig:
 
 async def measure(server: Served, given: argparse.Namespace) -> list[dict[str, Figures]]:
     ways = {f"{number}": number for number in given.fixed} | {ADAPTIVE: given.most}
-    async with InferenceClient([server.endpoint], SECRET, 600, fixed=True) as client:
+    async with InferenceClient([server.endpoint], SECRET, 600, fixed=True, watches_load=True) as client:
         client.update(server.endpoint, 0)
         await episode(client, Random(-1), 0.0, lambda: None)  # the first requests compile
         rounds = []
@@ -186,7 +186,7 @@ class Way:
 
 async def episode(client: InferenceClient, random: Random, tool: float, count: Callable[[], Any]) -> None:
     """One episode; `count` is called after each turn."""
-    context, server, repeats = tokens(random, OWN), "", 0
+    context, server, earlier = tokens(random, OWN), "", list[int]()
     pause: Callable[[float], Awaitable[None]] = asyncio.sleep
     for _ in range(TURNS):
         (turn,) = await client.generate(
@@ -197,11 +197,12 @@ async def episode(client: InferenceClient, random: Random, tool: float, count: C
             stop_token_ids=[],
             cached_on=server,
             cached_at=0,
-            repeats=repeats,
+            earlier=earlier,
+            computed_at=0,
         )
         count()
-        repeats = len(context) + len(turn.tokens)
-        context, server = [*context, *turn.tokens, *tokens(random, GROWTH - len(turn.tokens))], turn.server
+        earlier, server = [*context, *turn.tokens], turn.server
+        context = [*earlier, *tokens(random, GROWTH - len(turn.tokens))]
         if tool:
             await pause(random.expovariate(1 / tool))
 

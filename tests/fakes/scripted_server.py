@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -124,17 +124,20 @@ async def ask(
     tokens: int = 4,
     cached_on: str = "",
     cached_at: int | None = None,
-    repeats: int = 0,
+    earlier: Sequence[int] = (),
+    computed_at: int | None = None,
+    prompt: Sequence[int] = (1, 2, 3),
 ) -> list[Completion]:
     return await client.generate(
-        [1, 2, 3],
+        prompt,
         n=n,
         temperature=0.7,
         max_tokens=tokens,
         stop_token_ids=[2],
         cached_on=cached_on,
         cached_at=cached_at,
-        repeats=repeats,
+        earlier=earlier,
+        computed_at=computed_at,
     )
 
 

@@ -80,14 +80,21 @@ class Placing(Answering):
         super().__init__()
         self.named: list[str] = []
         self.versions: list[int | None] = []
-        self.repeats: list[tuple[int, int]] = []
+        self.earlier: list[tuple[int, bool]] = []
 
     async def generate(
-        self, token_ids: Sequence[int], *, n: int, cached_on: str, cached_at: int | None, repeats: int, **_: Any
+        self,
+        token_ids: Sequence[int],
+        *,
+        n: int,
+        cached_on: str,
+        cached_at: int | None,
+        earlier: Sequence[int],
+        **_: Any,
     ) -> list[Said]:
         self.named.append(cached_on)
         self.versions.append(cached_at)
-        self.repeats.append((repeats, len(token_ids)))
+        self.earlier.append((len(earlier), list(earlier) == list(token_ids[: len(earlier)])))
         return [Said(FOUR, 5, 6, server=f"server {len(self.named)}")] * n
 
 
@@ -187,18 +194,7 @@ def test_a_later_turn_names_the_server_that_has_its_prefix() -> None:
     assert servers.named[:3] == ["", "server 1", "server 1"]
     assert sorted(servers.named[3:]) == ["server 2", "server 3"]
     assert servers.versions == [None, 5, 5, 5, 5]  # of the first turn
-    assert servers.repeats[:3] == [(0, 5), (7, 11), (7, 11)]  # the prompt and two sampled tokens; of how many
-
-
-def test_a_turn_after_an_edited_conversation_repeats_what_is_left_of_it() -> None:
-    async def edited(self: Task, prompt: Prompt, policy: Policy) -> Episode:
-        turn = await policy.sample(policy.prompt)
-        await policy.sample([*policy.prompt[:2], *policy.encode("2+2="), *turn.tokens])
-        return Episode.begin(policy.prompt).append_turn(turn, "4")
-
-    servers = Placing()
-    build(a_task(rollout=edited), servers, group_size=2)
-    assert servers.repeats == [(0, 5), (2, 8), (2, 8)]
+    assert servers.earlier[:3] == [(0, True), (7, True), (7, True)]  # the prompt and two sampled tokens
 
 
 def test_a_later_turn_asks_for_the_experts_of_new_tokens_only_and_each_token_keeps_its_first() -> None:
