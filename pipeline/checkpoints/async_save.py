@@ -130,9 +130,11 @@ class AsyncSaver:
                 outcome.set_result(checkpoint)
             except CheckpointError as error:
                 fail(error)
-            except Exception as error:  # noqa: BLE001 (the boundary of the thread: `result` reports it)
-                reason = one_line(error)
-                fail(CheckpointError(f"cannot save {state.job}-{state.step}: {reason}"))
+            except Exception as error:  # the boundary of the thread: `result` reports it
+                log.error("an unexpected error fails the save of %s-%d", state.job, state.step, exc_info=error)
+                failure = CheckpointError(f"cannot save {state.job}-{state.step}: {one_line(error)}")
+                failure.__cause__ = error
+                fail(failure)
 
         def fail(error: CheckpointError) -> None:
             if leads:  # logged at once: the process may be ended before it asks for the result

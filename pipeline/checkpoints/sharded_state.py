@@ -9,6 +9,7 @@ it returns; `pipeline.checkpoints.async_save` passes copies, so that training ca
 """
 
 import io
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ from pipeline.checkpoints.safe_metadata import read_metadata, read_value
 from pipeline.checkpoints.shard_io import METADATA, RecordingWriter, VerifyingReader
 from pipeline.checkpoints.trainer_state import TrainerState
 from pipeline.errors import CheckpointError, DamagedCheckpointError, one_line
+
+log = logging.getLogger(__name__)
 
 Tensors = dict[str, Any]
 """A nested tree of tensors, sharded or not, and plain values."""
@@ -99,8 +102,7 @@ class Ranks:
         mine = _outcome(work)
         if self.count > 1:
             dist.all_gather_object(outcomes, mine, group=self.group)
-        else:
-            outcomes[0] = mine
+        outcomes[self.rank] = mine
         return {name: value for outcome in outcomes for name, value in _value(outcome).items()}
 
 
@@ -109,8 +111,11 @@ def _outcome(work: Callable[[], Any]) -> Any:
         return work()
     except CheckpointError as error:
         return error
-    except Exception as error:  # noqa: BLE001 (the other ranks wait for the outcome, whatever it is)
-        return CheckpointError(one_line(error))
+    except Exception as error:  # the other ranks wait for the outcome, whatever it is
+        log.error("an unexpected error fails the checkpoint on all ranks", exc_info=error)
+        failure = CheckpointError(one_line(error))
+        failure.__cause__ = error  # on this rank: an error loses its cause on the way to another one
+        return failure
 
 
 def _value(outcome: Any) -> Any:

@@ -3,6 +3,7 @@
 import logging
 import shutil
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from pipeline.checkpoints import Fence, OfflineProgress, TrainerState, newest_checkpoint, prune, remove_unfinished
 from pipeline.checkpoints.fsspec_storage import Storage
-from pipeline.checkpoints.sharded_state import load_shards, save
+from pipeline.checkpoints.sharded_state import Ranks, load_shards, save
 from pipeline.checkpoints.trainer_state import decode_state, encode_state
 from pipeline.errors import CheckpointError, DamagedCheckpointError, SupersededError
 from pipeline.utils.waiting import wait_for
@@ -81,6 +82,21 @@ def test_every_rank_learns_of_an_error_on_rank_0_alone_that_is_no_filesystems(tm
     told = [(tmp_path / f"error-{rank}").read_text() for rank in (0, 1)]
     assert told == ["TypeError: Encoding objects of type object is unsupported"] * 2
     assert newest_step(str(tmp_path / "checkpoints")) == 2
+
+
+def test_an_unexpected_error_has_its_traceback_in_the_log_and_its_cause(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = TrainerState(job="rl", step=1, ledger=cast(bytes, object()))
+    with pytest.raises(CheckpointError, match="TypeError: Encoding objects") as raised:
+        save(str(tmp_path), "1-0", state, {"w": torch.ones(3)})
+    assert isinstance(raised.value.__cause__, TypeError)
+    assert "in encode_state" in caplog.text
+    caplog.clear()
+    with pytest.raises(CheckpointError, match="ZeroDivisionError") as raised:
+        Ranks(None).gathered(lambda: {"w": 1 // 0})
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    assert "Traceback" in caplog.text
 
 
 def test_a_save_killed_in_the_middle_leaves_the_one_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,8 +17,9 @@ from pipeline.train.controller.rank_group import RankGroup
 from pipeline.train.loss_specs import LossSpec, MetricsLevel
 
 MAX_OVERFLOWS = 4
-"""Passes over a batch in a step. The scale is a sixteenth then, and takes 1,600 steps to grow back, so more would let
-one batch whose gradients are infinite at any scale round those of all later ones to 0."""
+"""Passes over a batch in a step; each later epoch of the step adds one, so a batch has 4 + epochs - 1 at most. After
+four overflows the scale is a sixteenth, and takes 1,600 steps to grow back, so more would let one batch whose gradients
+are infinite at any scale round those of all later ones to 0."""
 
 
 def train_batch(
