@@ -1,9 +1,10 @@
 """The whole suite: `python -m tests.suite [arguments of pytest]`, or `make test`.
 
-A test of other processes can fail because the machine was busy. Such a test is run once more, alone, in the same run.
-If it passes then, it is printed under "flaky" with both outputs, and the suite passes. Nothing else is tried twice: not
-a test of one process, and not many failures at once, which are no accident. A flaky test is still a fault:
-`docs/flakes.md` lists each with its cause.
+A test of other processes can fail because the machine was busy. What fails in a file of such tests is run once more in
+the same run, alone: together, as its tests may have failed together, like those of one Slurm whose daemon crashed. What
+passes then is printed under "flaky" with both outputs, and the suite passes. Nothing else is tried twice: not a test of
+one process, and not failures in many files, which are no accident. A flaky test is still a fault: `docs/flakes.md` lists
+each with its cause.
 """
 
 import json
@@ -17,9 +18,9 @@ from typing import NamedTuple
 
 from tests.workers import WORKERS
 
-MAX_TRIED_AGAIN = 5
+MAX_FILES_TRIED_AGAIN = 5
 SUITE_SECONDS, AGAIN_SECONDS = 4800, 660
-"""Deadlines of a run of all tests and of one test: pytest itself can hang, as when one of its workers dies."""
+"""Deadlines of a run of all tests and of what failed in one file: pytest itself can hang, as when a worker dies."""
 SUITE = ("-m", "not trial and not gpu", "-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorder")
 SUITE += ("-p", "tests.workers")
 REPORTS = ("-p", "tests.times", "--failures")
@@ -48,16 +49,21 @@ def main(arguments: Sequence[str], suite: Sequence[str] = SUITE) -> int:
         return _end("not tried again, since they wait for no other process", firm)
     if not failed:
         return FAILED
-    if len(failed) > MAX_TRIED_AGAIN:
-        return _end(f"not tried again, since more than {MAX_TRIED_AGAIN} failed", [entry["test"] for entry in failed])
-    flakes = []
+    files: dict[str, list[dict[str, str]]] = {}
     for entry in failed:
-        print(f"\nonce more, alone: {entry['test']}", flush=True)
-        again = _pytest([entry["test"], "-rA", "-n", "0"], captured=True, seconds=AGAIN_SECONDS)
+        files.setdefault(entry["test"].partition("::")[0], []).append(entry)
+    if len(files) > MAX_FILES_TRIED_AGAIN:
+        reason = f"not tried again, since tests of more than {MAX_FILES_TRIED_AGAIN} files failed"
+        return _end(reason, [entry["test"] for entry in failed])
+    flakes = []
+    for entries in files.values():
+        tests = [entry["test"] for entry in entries]
+        print("\nonce more, alone:", *tests, sep="\n  ", flush=True)
+        again = _pytest([*tests, "-rA", "-n", "0"], captured=True, seconds=AGAIN_SECONDS)
         if again.returncode:
             print(again.stdout)
-            return _end("failed twice", [entry["test"]])
-        flakes.append(Flake(entry["test"], entry["output"], again.stdout))
+            return _end("failed twice", tests)
+        flakes += [Flake(entry["test"], entry["output"], again.stdout) for entry in entries]
     _tell(flakes)
     return 0
 

@@ -1,7 +1,7 @@
 """What the cluster tests share. A machine without Slurm skips them and says so; under CI that is a failure."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 
@@ -39,6 +39,16 @@ def networked(requires_networks: None, tmp_path_factory: pytest.TempPathFactory)
     """The same on a network of its own, every node with its own address: heal what you cut."""
     with NetworkedCluster(tmp_path_factory.mktemp("slurm")) as started:
         yield started
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Function) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show with a failed test the state of its Slurm."""
+    report = yield
+    if report.failed:
+        used = {id(slurm): slurm for slurm in item.funcargs.values() if isinstance(slurm, SlurmCluster)}
+        report.sections += [("Slurm", slurm.describe()) for slurm in used.values()]
+    return report
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

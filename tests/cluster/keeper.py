@@ -2,8 +2,9 @@
 
 Run as a script with the parent's pid and a daemon's command. Whatever the daemon starts, in whatever session, stays
 below this process. Promises that SIGTERM, and the death of the parent, end all of it like a loss of power: everything
-stands still before anything dies, so that no process sees another one end. Ends by itself when nothing runs any more,
-with the daemon's exit code. Imports nothing of the project.
+stands still before anything dies, so that no process sees another one end. A daemon that crashes is started again, as
+systemd does on a real node. Ends by itself when nothing runs any more, with the daemon's exit code. Imports nothing of
+the project.
 """
 
 import ctypes
@@ -11,9 +12,12 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+CRASHES = (-signal.SIGABRT, -signal.SIGBUS, -signal.SIGSEGV)
+MOST_CRASHES = 3
 
 
 def descendants(root: int) -> list[int]:
@@ -48,7 +52,12 @@ def main() -> int:
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != int(parent):
         return 1
-    return _reap(subprocess.Popen(command, stdin=subprocess.DEVNULL).pid)
+    daemon, crashes = _start(command), 0
+    while (code := _reap(daemon)) in CRASHES and crashes < MOST_CRASHES:
+        print(f"keeper: {command[0]} crashed ({signal.Signals(-code).name}) and is started again", flush=True)
+        daemon, crashes = _start(command), crashes + 1
+    _reap()
+    return code
 
 
 def _on_term(*_: object) -> None:
@@ -56,16 +65,19 @@ def _on_term(*_: object) -> None:
     os._exit(0)
 
 
+def _start(command: Sequence[str]) -> int:
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL).pid
+
+
 def _reap(daemon: int = 0) -> int:
-    """Reap until there are no children; the exit code of `daemon`."""
-    code = 0
+    """Reap until the daemon has ended, and return its exit code; without a daemon until there are no children."""
     while True:
         try:
             pid, status = os.wait()
         except ChildProcessError:
-            return code
+            return 0
         if pid == daemon:
-            code = os.waitstatus_to_exitcode(status)
+            return os.waitstatus_to_exitcode(status)
 
 
 def _parent(entry: Path) -> int:

@@ -31,6 +31,9 @@ from tests.cluster.machine import Machine
 
 COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "squeue", "scancel")
 START_SECONDS = 120.0
+DAEMONS = ("munged:", "slurmctld:", "slurmd:")
+LOG_LINES = 20
+"""Of each daemon, in the description of a failure."""
 STEP_SECONDS = 63.0
 """How long the step daemon of the first node waits for those of the others, which may be gone, before it ends."""
 SEARCH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
@@ -173,7 +176,7 @@ class SlurmCluster:
     def wait_until_idle(self, seconds: float = START_SECONDS) -> None:
         """Until every node is up and free."""
         try:
-            wait_for("all nodes to be idle", self._is_idle, seconds, missing=self._describe, longest_pause=0.1)
+            wait_for("all nodes to be idle", self._is_idle, seconds, missing=self.describe, longest_pause=0.1)
         except AssertionError as error:
             raise DeadlineError("all nodes to be idle", seconds, str(error)) from error
 
@@ -188,7 +191,7 @@ class SlurmCluster:
             f"node{node} to be empty",
             lambda: len(self.processes(node)) == 1,
             seconds,
-            missing=lambda: "\n".join([*self.commands(node), *tail(self.root / f"log/node{node}.out", 20)]),
+            missing=lambda: "\n".join([*self.commands(f"node{node}"), *tail(self.root / f"log/node{node}.out", 20)]),
         )
 
     def start_controller(self) -> None:
@@ -212,17 +215,32 @@ class SlurmCluster:
         self._machines.pop(f"node{node}").power_off()
 
     def processes(self, node: int) -> list[int]:
-        """The pids of all that runs on a node, slurmd first."""
+        """The pids of all that runs on a node, slurmd first unless it crashed."""
         return self._machines[f"node{node}"].processes()
 
-    def commands(self, node: int) -> list[str]:
-        """What runs on a node, as `pid state command`, slurmd first."""
+    def commands(self, machine: str) -> list[str]:
+        """What runs on a machine, such as `node0`, as `pid state command`, its daemon first."""
         found = []
-        for pid in self.processes(node):
+        for pid in self._machines[machine].processes():
             with suppress(psutil.NoSuchProcess):
                 process = psutil.Process(pid)
                 found.append(f"{pid} {process.status()} {' '.join(process.cmdline())}")
         return found
+
+    def describe(self) -> str:
+        """What a failure needs: the nodes, the jobs, what runs on each node, and the last lines of each daemon."""
+        lines = []
+        for argv in (("sinfo", "-N", "-p", "low", "-o", "%N %T %E"), ("squeue", "--long", "--states=all")):
+            try:
+                lines += self.run(*argv, seconds=10).splitlines()
+            except (AssertionError, subprocess.TimeoutExpired) as error:
+                lines.append(str(error))
+        for name in self._machines:
+            lines += [f"--- {name}", *self.commands(name)]
+            output = tail(self.root / f"log/{name}.out", 200)
+            lines += [line for line in output if not line.startswith(DAEMONS)]  # such as malloc's last words
+            lines += tail(self.root / f"log/{name}.log", LOG_LINES)
+        return "\n".join(["", *lines])
 
     def processes_left(self) -> list[str]:
         """Every process of this machine that was given this Slurm, as `pid command`; commands of tests too."""
@@ -294,10 +312,6 @@ class SlurmCluster:
         except AssertionError:
             return False  # the controller does not answer yet
         return list(states.values()) == ["idle"] * self.nodes
-
-    def _describe(self) -> str:
-        logs = [line for name in self._machines for line in tail(self.root / f"log/{name}.log", 3)]
-        return "\n".join(["", *logs])
 
     def _wait_for(
         self, job: str, become: str, has: Callable[[Mapping[str, str]], bool], seconds: float

@@ -1,5 +1,7 @@
 """The cluster that the tests start is a real one: what the other cluster tests rely on."""
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -85,6 +87,26 @@ def test_a_node_that_loses_power_takes_its_processes_along_and_its_job_starts_el
     cluster.wait_for_restart(job, 1, 90)
     assert lost not in cluster.nodes_of(cluster.wait_for_state(job, "RUNNING", WAIT_SECONDS))
     cluster.start_node(lost)
+
+
+def test_a_daemon_of_a_node_that_crashes_is_started_again_and_its_job_goes_on(cluster):
+    job = cluster.submit("exec sleep 600")
+    node = cluster.nodes_of(cluster.wait_for_state(job, "RUNNING", WAIT_SECONDS))[0]
+    crashed = cluster.processes(node)[0]
+    os.kill(crashed, signal.SIGABRT)
+
+    def daemons():
+        return [
+            line for line in cluster.commands(f"node{node}") if "slurmd" in line and not line.startswith(f"{crashed} ")
+        ]
+
+    wait_for("another slurmd", daemons, WAIT_SECONDS)
+    cluster.run("scancel", job)
+    cluster.wait_until_idle()  # only a node whose slurmd answers ends a job
+    assert cluster.job(job)["Restarts"] == "0"
+    described = cluster.describe()
+    assert "keeper: slurmd crashed (SIGABRT) and is started again" in described
+    assert f"node{node} idle none" in described
 
 
 def test_nothing_is_left_of_a_closed_cluster_not_even_what_left_its_session(requires_slurm, tmp_path):

@@ -29,12 +29,26 @@ def test_unsteady():
 def test_steady():
     pass
 """
+FAIL_TOGETHER = """
+from pathlib import Path
+import pytest
+
+@pytest.fixture(scope="module")
+def service():
+    mark = Path(__file__).with_suffix(".tried")
+    yield mark.exists()
+    mark.touch()
+
+@pytest.mark.integration
+@pytest.mark.parametrize("case", range(8))
+def test_of_the_service(service, case):
+    assert service, "it crashed"
+"""
 ALWAYS_FAILS = """
 import pytest
 
 @pytest.mark.integration
-@pytest.mark.parametrize("case", range({cases}))
-def test_broken(case):
+def test_broken():
     assert False, "each time"
 """
 NOTES_ITS_WORKER = """
@@ -80,9 +94,18 @@ def test_a_test_of_one_process_is_not_tried_again(tmp_path: Path) -> None:
     assert "once more" not in ended.stdout
 
 
-@pytest.mark.parametrize(("cases", "reason"), [(1, "failed twice"), (6, "not tried again, since more than 5 failed")])
-def test_what_fails_twice_or_in_numbers_fails_the_suite(tmp_path: Path, cases: int, reason: str) -> None:
-    ended = run_suite(tmp_path, ALWAYS_FAILS.format(cases=cases))
+def test_tests_of_one_file_that_failed_together_are_tried_again_together(tmp_path: Path) -> None:
+    ended = run_suite(tmp_path, FAIL_TOGETHER)
+    assert ended.returncode == 0, ended.stdout
+    assert ended.stdout.count("once more, alone") == 1
+    assert "8 flaky" in ended.stdout
+
+
+@pytest.mark.parametrize(("files", "reason"), [(1, "failed twice"), (6, "since tests of more than 5 files failed")])
+def test_what_fails_twice_or_in_many_files_fails_the_suite(tmp_path: Path, files: int, reason: str) -> None:
+    for number in range(1, files):
+        (tmp_path / f"test_{number}.py").write_text(ALWAYS_FAILS)
+    ended = run_suite(tmp_path, ALWAYS_FAILS)
     assert ended.returncode == 1
     assert reason in ended.stdout
 
