@@ -3,8 +3,8 @@
 A test of other processes can fail because the machine was busy. What fails in a file of such tests is run once more in
 the same run, alone: together, as its tests may have failed together, like those of one Slurm whose daemon crashed. What
 passes then is printed under "flaky" with both outputs, and the suite passes. Nothing else is tried twice: not a test of
-one process, and not failures in many files, which are no accident. A flaky test is still a fault: `docs/flakes.md` lists
-each with its cause.
+one process, and not failures in many files, which are no accident. A flaky test is still a fault: `docs/flakes.md`
+lists each with its cause.
 """
 
 import json
