@@ -5,6 +5,7 @@ import json
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -185,10 +186,10 @@ def test_the_results_do_not_depend_on_the_micro_batches_that_a_pair_is_split_ove
 
 def test_adapters_are_trained_with_the_base_as_their_reference(whole: Path, tmp_path: Path) -> None:
     model = {"path": str(whole / "model"), "init": "pretrained", "max_length": 64, "lora": {"rank": 4}}
-    run(tmp_path / "run", config_of(write_pairs(tmp_path / "pairs.jsonl"), model, lr=1e-2))
-    margin = numbers(tmp_path / "run", "train", "margin")
-    assert margin[1] == 0
-    assert margin[STEPS] > 0.1
+    run(tmp_path / "run", config_of(write_pairs(tmp_path / "pairs.jsonl"), model))
+    margins = list(numbers(tmp_path / "run", "train", "margin").values())
+    assert margins[0] == 0
+    assert fmean(margins[-10:]) > 0.2
 
 
 def test_a_reward_model_learns_resumes_and_is_a_sequence_classifier(tmp_path: Path) -> None:

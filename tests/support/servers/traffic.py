@@ -28,8 +28,9 @@ from tests.support.servers.vllm import (
 )
 
 PROBE = [1, 5, 6, 7, 11, 4]
-CLOSE = 1e-4
-APART = 1e-2
+CLOSE, APART = 3e-4, 1e-2
+"""Bounds of `distance` to the weights that a server has, and to others. Each side rounds to float32: of 5,120 sampled
+texts, log-probabilities of the adapted model differed from those in float64 by 9e-6 in the mean and 1.2e-4 at most."""
 
 
 def client_of(servers: Sequence[Served], **settings: int) -> InferenceClient:
