@@ -4,7 +4,8 @@ Three real vLLM servers of a tiny model, and one client. Episodes of 8 turns beg
 32 of their own; a turn samples 20 tokens and adds an observation, together 300. In one way a later turn names the
 server of the turn before (`cached_on`), in the other the least loaded server gets it. Between two turns a tool works
 for an exponentially distributed time: without one, the server that has just ended a turn is often the least loaded, so
-both ways send the next turn there. The ways take turns, each round with other tokens. Figures are medians of the
+both ways send the next turn there. The ways take turns, each round with other tokens. With `--seconds` a way plays
+episodes for so long in place of a number of them, and its unfinished episodes are cancelled. Figures are medians of the
 rounds; ratios are those of a round.
 """
 
@@ -15,8 +16,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
+from itertools import count
 from pathlib import Path
 from random import Random
 from urllib.request import urlopen
@@ -35,10 +37,7 @@ Figures = tuple[float, float]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--episodes", type=int, default=24, help="episodes of a round")
-    parser.add_argument("--concurrency", type=int, default=12, help="episodes at a time")
-    parser.add_argument("--tool", type=float, default=0.0, help="mean seconds of a tool between two turns")
+    add_options(parser, episodes=24, concurrency=12)
     parser.add_argument("--out", type=Path, help="a JSON file for the figures of all rounds")
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
@@ -48,6 +47,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given.out.write_text(json.dumps({"command": vars(given) | {"out": str(given.out)}, "rounds": rounds}, indent=1))
     print(table(rounds))
     return 0
+
+
+def add_options(parser: argparse.ArgumentParser, *, episodes: int, concurrency: int) -> None:
+    """The options of `measure`, with these defaults."""
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--episodes", type=int, default=episodes, help="episodes of a way in a round")
+    parser.add_argument("--seconds", type=float, help="seconds of a way in a round, in place of --episodes")
+    parser.add_argument("--concurrency", type=int, default=concurrency, help="episodes at a time")
+    parser.add_argument("--tool", type=float, default=0.0, help="mean seconds of a tool between two turns")
 
 
 def table(rounds: Sequence[dict[str, Figures]]) -> str:
@@ -70,41 +78,62 @@ def served(folder: Path, stack: ExitStack) -> list[Served]:
 
 
 async def measure(endpoints: Sequence[str], given: argparse.Namespace) -> list[dict[str, Figures]]:
-    """The figures of each way in each of `given.rounds`: of `given.episodes`, `given.concurrency` of them at a time."""
+    """The figures of each way in each of `given.rounds`."""
     async with InferenceClient([*endpoints], SECRET, 300, fixed=True) as client:
         for endpoint in endpoints:
             client.update(endpoint, 0)
-        await episodes(client, Random(-1), given, sticky=True)  # the first requests compile
+        # The first requests of a server compile, and a few at a time reach each.
+        await play(client, Random(-1), range(4 * len(endpoints)), 2 * len(endpoints), sticky=True)
         rounds = []
         for number in range(given.rounds):
             figures = {}
             for way in WAYS if number % 2 == 0 else reversed(WAYS):
+                random, sticky = Random(f"{number} {way}"), way == "sticky"
+                starts = count() if given.seconds else range(given.episodes)
                 before, began = cache_counts(endpoints), time.monotonic()
-                await episodes(client, Random(f"{number} {way}"), given, sticky=way == "sticky")
+                turns = await play(
+                    client, random, starts, given.concurrency, sticky=sticky, tool=given.tool, seconds=given.seconds
+                )
+                seconds = time.monotonic() - began
                 queried, hit = (after - old for after, old in zip(cache_counts(endpoints), before, strict=True))
-                figures[way] = given.episodes * TURNS / (time.monotonic() - began), hit / queried
+                figures[way] = turns / seconds, hit / queried
             rounds.append(figures)
             print(figures, file=sys.stderr, flush=True)
     return rounds
 
 
-async def episodes(client: InferenceClient, random: Random, given: argparse.Namespace, *, sticky: bool) -> None:
-    """All episodes of a way, at most `concurrency` at a time."""
-    shared, places = tokens(random, SHARED), asyncio.Semaphore(given.concurrency)
+async def play(
+    client: InferenceClient,
+    random: Random,
+    starts: Iterable[int],
+    concurrency: int,
+    *,
+    sticky: bool,
+    tool: float = 0.0,
+    seconds: float | None = None,
+) -> int:
+    """The turns played: an episode for each of `starts`, `concurrency` at a time, for at most `seconds`."""
+    shared, left, turns = tokens(random, SHARED), iter(starts), 0
 
-    async def one(own: Random) -> None:
-        async with places:
+    async def episodes(own: Random) -> None:
+        nonlocal turns
+        for _ in left:
             context, server = shared + tokens(own, OWN), ""
             for _ in range(TURNS):
                 (turn,) = await client.generate(
                     context, n=1, temperature=1.0, max_tokens=SAMPLED, stop_token_ids=[], cached_on=server
                 )
+                turns += 1
                 context = [*context, *turn.tokens, *tokens(own, GROWTH - len(turn.tokens))]
                 server = turn.server if sticky else ""
-                if given.tool:
-                    await asyncio.sleep(own.expovariate(1 / given.tool))
+                if tool:
+                    await asyncio.sleep(own.expovariate(1 / tool))
 
-    await asyncio.gather(*(one(Random(random.random())) for _ in range(given.episodes)))
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds), asyncio.TaskGroup() as group:
+            for _ in range(concurrency):
+                group.create_task(episodes(Random(random.random())))
+    return turns
 
 
 def tokens(random: Random, count: int) -> list[int]:

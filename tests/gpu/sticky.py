@@ -1,6 +1,6 @@
 """What it gains on GPUs that an episode's turns go to one server: `tests.bench.bench_sticky_routing` with 0.6B.
 
-    python -m tests.gpu.sticky OUT.json [--shape 0.6b] [--servers 3] [--rounds 3] [--episodes 96] [--concurrency 48] …
+    python -m tests.gpu.sticky OUT.json [--shape 0.6b] [--servers 3] [--rounds 3] [--seconds 30] [--concurrency 48] …
 
 All servers share the first GPU; their weights are random.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from tests.bench.bench_sticky_routing import LENGTH, measure, table
+from tests.bench.bench_sticky_routing import LENGTH, add_options, measure, table
 from tests.gpu.weights import servers
 from tests.gpu.workload import WORKLOADS
 
@@ -23,10 +23,7 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--shape", default="0.6b", choices=[*WORKLOADS])
     parser.add_argument("--servers", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--episodes", type=int, default=96, help="episodes of a round")
-    parser.add_argument("--concurrency", type=int, default=48, help="episodes at a time")
-    parser.add_argument("--tool", type=float, default=0.0, help="mean seconds of a tool between two turns")
+    add_options(parser, episodes=96, concurrency=48)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
