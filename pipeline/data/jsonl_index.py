@@ -14,6 +14,7 @@ import json
 import re
 from array import array
 from bisect import bisect_right
+from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
@@ -28,6 +29,7 @@ EVAL_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
 """Names of files, alone or before a `_`, whose rows are not meant for training."""
 PEEK_ROWS = 1000
 """Number of rows from which the column names are collected; a row may lack some."""
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class JsonRows:
@@ -106,16 +108,18 @@ class _List:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        text = path.read_bytes()
         try:
-            self._rows = json.loads(path.read_bytes())
-        except ValueError as error:
+            self._rows = json.loads(text)
+        except (ValueError, RecursionError) as error:
             raise RecordError(f"{path} is no JSON: {error}") from None
+        self._escapes = bool(_SURROGATE.search(text))
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def row(self, index: int) -> Mapping[str, Any]:
-        return _checked(self._rows[index], self.location(index))
+        return _checked(self._rows[index], self.location(index), self._escapes)
 
     def location(self, index: int) -> str:
         return f"{self._path.name}, entry {index + 1}"
@@ -148,19 +152,31 @@ def _is_list(path: Path) -> bool:
     if path.suffix != ".json":
         return False
     with path.open("rb") as file:
-        return file.read(64).lstrip().startswith(b"[")
+        head = file.read(64).removeprefix(BOM_UTF8).lstrip()
+        while not head and (more := file.read(4096)):
+            head = more.lstrip()
+    return head.startswith(b"[")
 
 
 def _object(line: bytes, where: str) -> Mapping[str, Any]:
     try:
-        return _checked(json.loads(line), where)
+        row = json.loads(line)
     except json.JSONDecodeError as error:
         raise RecordError(f"{where}: no JSON: {error.msg}, column {error.colno}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # RecursionError: nested deeper than Python can read
         raise RecordError(f"{where}: no JSON: {error}") from None
+    return _checked(row, where, bool(_SURROGATE.search(line)))
 
 
-def _checked(row: Any, where: str) -> Mapping[str, Any]:
+def _checked(row: Any, where: str, escapes: bool) -> Mapping[str, Any]:
+    """The row; `RecordError` unless it is an object, or if it has half of a surrogate pair, which no tokenizer takes.
+    Only JSON's escapes can contain one."""
     if not isinstance(row, dict):
         raise RecordError(f"{where}: expected an object, found {type(row).__name__}")
+    if escapes:
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = ascii(error.object[error.start])[1:-1]
+            raise RecordError(f"{where}: no text: {half} is half of a surrogate pair") from None
     return row

@@ -5,12 +5,13 @@ from disk, so a dataset may be larger than memory. Promises one `ConfigError` fo
 the split, or has an unknown format. `datasets` is imported when a source is opened, not earlier.
 """
 
+import glob
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import conf
-from pipeline.config.data_keys import SourceConfig
+from pipeline.config.data_keys import SourceConfig, base_split
 from pipeline.data.jsonl_index import SUFFIXES, JsonRows, files_of, splits_of
 from pipeline.errors import ConfigError, one_line
 
@@ -36,9 +37,9 @@ class Rows(Protocol):
 
 
 class Table:
-    """A slice of some rows, as a split names it, or all rows of a `datasets.Dataset`."""
+    """Some rows, as a split names them, or all rows of a `datasets.Dataset`."""
 
-    def __init__(self, rows: Any, columns: Sequence[str], part: range) -> None:
+    def __init__(self, rows: Any, columns: Sequence[str], part: Sequence[int]) -> None:
         self._rows, self._part, self.columns = rows, part, tuple(columns)
 
     def __len__(self) -> int:
@@ -84,7 +85,12 @@ def _open_here(path: Path, source: SourceConfig) -> Rows:
     files = [*path.iterdir()] if path.is_dir() else [path]
     kinds = {file.suffix for file in files if file.suffix in (*SUFFIXES, ".parquet")}
     if kinds == {".parquet"}:
-        return _load(str(path), source) if path.is_dir() else _load("parquet", source, data_files=str(path))
+        escaped = glob.escape(str(path))  # the library takes patterns
+        if path.is_file():
+            return _load("parquet", source, data_files=escaped)
+        if escaped != str(path):
+            raise ConfigError("path", source.path, "a folder whose path has none of * ? [ ]", "rename it")
+        return _load(str(path), source)
     if kinds and kinds <= set(SUFFIXES):
         return _read_json(path, source)
     expected = f"a file, or a folder of files of one kind: {', '.join(SUFFIXES)} or .parquet"
@@ -92,17 +98,27 @@ def _open_here(path: Path, source: SourceConfig) -> Rows:
 
 
 def _read_json(path: Path, source: SourceConfig) -> Rows:
-    """The rows of a file, which is the split `train`, or of a folder's files; with the slice that the split names."""
+    """The rows of a file, which is the split `train`, or of a folder's files; with the slices that the split names."""
     from datasets import ReadInstruction
 
-    split, _, _ = source.split.partition("[")
+    splits = {base_split(part) for part in source.split.split("+")}
+    split = splits.pop()
     paths = files_of(path, split) if path.is_dir() else [path]
-    if not paths or (path.is_file() and split != "train"):
+    if splits or not paths or (path.is_file() and split != "train"):
         available = splits_of(path) if path.is_dir() else ["train"]
         raise ConfigError("split", source.split, f"one of {', '.join(available)}, or a slice such as train[:10%]")
     rows = JsonRows(paths)
-    (part,) = ReadInstruction.from_spec(source.split).to_absolute({split: len(rows)})
-    return Table(rows, rows.columns, range(part.from_ or 0, len(rows) if part.to is None else part.to))
+    parts = ReadInstruction.from_spec(source.split).to_absolute({split: len(rows)})
+    return Table(rows, rows.columns, _joined([_numbers(part, len(rows)) for part in parts]))
+
+
+def _numbers(part: Any, rows: int) -> range:
+    """The rows of an absolute instruction of the library, of a split with so many."""
+    return range(part.from_ or 0, rows if part.to is None else part.to)
+
+
+def _joined(parts: Sequence[range]) -> Sequence[int]:
+    return parts[0] if len(parts) == 1 else [number for part in parts for number in part]
 
 
 def _table(table: Any) -> Rows:
@@ -110,15 +126,17 @@ def _table(table: Any) -> Rows:
 
 
 def _saved(path: Path, source: SourceConfig) -> Any:
-    """The dataset that `save_to_disk` wrote: one split, or one of several by name."""
+    """What the split names of a dataset that `save_to_disk` wrote: several splits, or one, which is `train` and has the
+    name too that it had when it was saved."""
     import datasets
 
     saved = datasets.load_from_disk(str(path))
-    if isinstance(saved, datasets.DatasetDict):
-        if source.split not in saved:
-            raise ConfigError("split", source.split, f"one of {', '.join(saved)}", "set it")
-        return saved[source.split]
-    return saved
+    if isinstance(saved, datasets.Dataset):
+        saved = {str(saved.split or "train"): saved, "train": saved}
+    lengths = {name: len(table) for name, table in saved.items()}
+    parts = datasets.ReadInstruction.from_spec(source.split).to_absolute(lengths)
+    tables = [saved[part.splitname].select(_numbers(part, lengths[part.splitname])) for part in parts]
+    return tables[0] if len(tables) == 1 else datasets.concatenate_datasets(tables)
 
 
 def _open_hub(source: SourceConfig) -> Rows:

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from pipeline.config.data_keys import SourceConfig, base_split, refuse_overlap
 from pipeline.config.value_types import NotNegative
-from pipeline.data import Example, Examples
+from pipeline.data import Examples
 from pipeline.environments.task_protocol import Prompt, Task, TaskOptions
 from pipeline.errors import ConfigError
 
@@ -73,7 +73,7 @@ class Dataset(Task):
         return len(self._examples) - self._held_out_rows
 
     def prompt(self, index: int) -> Prompt:
-        return self._prompt(self._examples[index])
+        return self._prompt(self._examples, index)
 
     def held_out(self) -> Sequence[Prompt]:
         return self._held_out
@@ -96,14 +96,18 @@ class Dataset(Task):
     @cached_property
     def _held_out(self) -> list[Prompt]:
         if not self.options.apart:
-            return [self._prompt(self._examples[row]) for row in range(len(self), len(self._examples))]
+            return [self._prompt(self._examples, row) for row in range(len(self), len(self._examples))]
         examples = Examples.open(self.options.held_out(), SECTION)
         configured = EVAL_ROWS if self.options.eval_rows is None else self.options.eval_rows
         count = min(configured or len(examples), len(examples))
-        return [self._prompt(examples[row]) for row in range(count)]
+        return [self._prompt(examples, row) for row in range(count)]
 
-    def _prompt(self, example: Example) -> Prompt:
+    def _prompt(self, examples: Examples, row: int) -> Prompt:
+        """The prompt of a row; `RowError` if there is nothing before its answer."""
+        example = examples[row]
         system, messages = self.options.system, example.prompt
+        if not messages:
+            raise examples.wrong(row, "no message comes before the assistant's")
         if system and messages[0]["role"] != "system":
             messages = ({"role": "system", "content": system}, *messages)
         columns = dict(example.columns)

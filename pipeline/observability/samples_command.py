@@ -7,7 +7,7 @@ one JSON object per line and nothing else.
 import argparse
 import sys
 from collections.abc import Sequence
-from math import inf
+from math import inf, isnan
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ EXAMPLES = (
     "run=demo --reward :0 --length 200: --tokens",
     "run=demo --failed --json | jq .failure",
 )
+LONGEST_NUMBER = 15
+"""Digits of an option's number, so that sums of two fit into the index's 64 bits."""
 RANGES = "A range LOW:HIGH includes both ends; either may be left out."
 
 
@@ -93,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--train", action="store_const", dest="kind", const="train", default="", help="of training")
     parser.add_argument("--eval", action="store_const", dest="kind", const="eval", help="of evaluations")
     parser.add_argument("--set", default="", metavar="NAME", help="of this evaluation set (held_out: the run's own)")
-    parser.add_argument("--position", type=int, metavar="P", help="of this place in the run's order of prompts")
+    parser.add_argument("--position", type=_position, metavar="P", help="of this place in the run's order of prompts")
     parser.add_argument("--tokens", action="store_true", help="each token with its log-probability and mask")
     parser.add_argument("--full", action="store_true", help="long turns whole, not only their begin and end")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
@@ -101,8 +103,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
+    if (number := _position(text)) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return number
+
+
+def _position(text: str) -> int:
+    if not text.isdecimal() or len(text) > LONGEST_NUMBER:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of at most {LONGEST_NUMBER} digits")
     return int(text)
 
 
@@ -110,9 +118,10 @@ def _range(text: str) -> tuple[float, float]:
     """The two bounds of a range such as `0.5:1`, `:0` or `200:`."""
     low, colon, high = text.partition(":")
     try:
-        if not colon:
+        bounds = float(low or -inf), float(high or inf)
+        if not colon or any(map(isnan, bounds)):
             raise ValueError
-        return float(low or -inf), float(high or inf)
+        return bounds
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no range LOW:HIGH, such as 0.5:1, :0 or 200:") from None
 

@@ -119,9 +119,63 @@ def test_a_parquet_file_and_folders_by_split_give_the_same_rows(tmp_path: Path) 
     assert len(Examples.open(SourceConfig(path=str(tmp_path / "rows.parquet"), split="train[1:3]"))) == 2
 
 
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "dataset", "splits"])
+@pytest.mark.parametrize(
+    ("split", "numbers"),
+    [
+        ("train", range(10)),
+        ("train[:30%]", range(3)),
+        ("train[-2:]", [8, 9]),
+        ("train[:10%]+train[80%:]", [0, 8, 9]),
+    ],
+)
+def test_every_form_has_the_rows_that_a_split_names(
+    tmp_path: Path, form: str, split: str, numbers: Sequence[int]
+) -> None:
+    import datasets
+
+    rows = [{"messages": [ASKED, SAID], "answer": number} for number in range(10)]
+    table, path = datasets.Dataset.from_list(rows), tmp_path / form
+    if form == "jsonl":
+        path = Path(write(tmp_path / "rows.jsonl", rows))
+    elif form == "parquet":
+        path = tmp_path / "rows[1].parquet"
+        table.to_parquet(str(path))
+    elif form == "dataset":
+        table.save_to_disk(str(path))
+    else:
+        datasets.DatasetDict({"train": table, "test": table.select([5])}).save_to_disk(str(path))
+    found = Examples.open(SourceConfig(path=str(path), split=split))
+    assert [found[index].columns["answer"] for index in range(len(found))] == list(numbers)
+    with pytest.raises(ConfigError, match=r"^data\.split='dev\[:2\]': expected "):
+        Examples.open(SourceConfig(path=str(path), split="dev[:2]"))
+
+
+def test_a_saved_dataset_has_its_splits_added_and_the_name_of_its_own(tmp_path: Path) -> None:
+    import datasets
+
+    write(tmp_path / "test.jsonl", [{"messages": [ASKED, SAID], "answer": number} for number in range(4)])
+    both = datasets.load_dataset("json", data_files={"test": str(tmp_path / "test.jsonl")})
+    both["test"].save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": both["test"], "test": both["test"]}).save_to_disk(str(tmp_path / "two"))
+    assert len(Examples.open(SourceConfig(path=str(tmp_path / "one"), split="test[:3]"))) == 3
+    assert len(Examples.open(SourceConfig(path=str(tmp_path / "one")))) == 4
+    assert len(Examples.open(SourceConfig(path=str(tmp_path / "two"), split="train+test[:1]"))) == 5
+
+
+def test_a_folder_whose_path_is_a_pattern_is_refused(tmp_path: Path) -> None:
+    import datasets
+
+    (tmp_path / "a[1]").mkdir()
+    datasets.Dataset.from_list([{"messages": [ASKED, SAID]}]).to_parquet(str(tmp_path / "a[1]" / "train.parquet"))
+    with pytest.raises(ConfigError, match=r"expected a folder whose path has none of \* \? \[ \]; rename it"):
+        Examples.open(SourceConfig(path=str(tmp_path / "a[1]")))
+
+
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
+        ({"split": "train+test"}, "data.split='train+test': expected one of train, or a slice such as train[:10%]"),
         ({"path": "no/such.jsonl"}, "data.path='no/such.jsonl': expected a file or folder that exists"),
         ({"split": "tset"}, "data.split='tset': expected one of train, or a slice such as train[:10%]"),
         (
@@ -170,7 +224,32 @@ def test_a_json_list_and_several_files_are_one_dataset(tmp_path: Path) -> None:
     assert [found[index].columns["answer"] for index in range(len(found))] == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(("line", "reason"), [("{", "no JSON: "), ("[1]", "expected an object, found list")])
+@pytest.mark.parametrize("before", ["\N{BYTE ORDER MARK}", "\n" * 100, ""])
+def test_a_json_list_may_begin_with_a_byte_order_mark_or_empty_lines(tmp_path: Path, before: str) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(before + json.dumps([{"messages": [ASKED, SAID]}] * 3, indent=1), "utf-8")
+    assert len(Examples.open(SourceConfig(path=str(path)))) == 3
+
+
+@pytest.mark.parametrize("suffix", ["json", "jsonl"])
+def test_half_of_a_surrogate_pair_is_no_text_and_a_whole_pair_is(tmp_path: Path, suffix: str) -> None:
+    whole, half = [ASKED, {"role": "assistant", "content": "\N{PARTY POPPER}"}], [ASKED, {**SAID, "content": "\ud83d"}]
+    rows, path = [{"messages": whole}, {"messages": half}], tmp_path / f"rows.{suffix}"
+    path.write_text(json.dumps(rows) if suffix == "json" else "\n".join(map(json.dumps, rows)))
+    found = Examples.open(SourceConfig(path=str(path)))
+    assert found[0].conversation.messages[1]["content"] == "\N{PARTY POPPER}"
+    with pytest.raises(RowError, match=r"row 1: .*: no text: \\ud83d is half of a surrogate pair$"):
+        found[1]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "no JSON: "),
+        ("[1]", "expected an object, found list"),
+        ("[" * 100_000, "no JSON: maximum recursion depth exceeded"),
+    ],
+)
 def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: str, reason: str) -> None:
     path = Path(write(tmp_path / "rows.jsonl", [{"messages": [ASKED, SAID]}] * 1001))
     with path.open("a") as file:

@@ -134,3 +134,12 @@ def test_what_cannot_be_read_is_one_line_with_its_key(file: Path, options: dict[
         dataset(**{"path": file} | options)
     assert caught.value.key == f"task.options.{key}"
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("system", ["", "Be brief."])
+def test_a_conversation_that_begins_with_the_answer_has_no_prompt(tmp_path: Path, system: str) -> None:
+    rows = [[{"role": "assistant", "content": "4"}], [{"role": "user", "content": "2+2"}]]
+    file = written(tmp_path / "rows.jsonl", [{"messages": row} for row in rows])
+    task = dataset(file, system=system, eval_rows=1)
+    with pytest.raises(RecordError, match=r"row 0: no message comes before the assistant's \(rows\.jsonl, line 1\)"):
+        task.prompt(0)

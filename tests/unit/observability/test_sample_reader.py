@@ -229,7 +229,10 @@ def test_scripts_get_one_json_object_a_line(run: FakeRun, capsys: pytest.Capture
     ("arguments", "told"),
     [
         (["--reward", "3"], "'3' is no range LOW:HIGH"),
+        (["--reward", "nan:"], "'nan:' is no range LOW:HIGH"),
         (["--best", "0"], "'0' is no number above 0"),
+        (["--best", "1" + "0" * 25], "'10000000000000000000000000' is no number of at most 15 digits"),
+        (["--position", "1" + "0" * 25], "'10000000000000000000000000' is no number of at most 15 digits"),
         (["--bset", "1"], "option='--bset': expected one that --help lists"),
         (["--best", "1", "--worst", "1"], "not allowed with"),
     ],
