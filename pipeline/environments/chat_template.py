@@ -25,6 +25,7 @@ from pipeline.data.chat_messages import Message
 from pipeline.errors import ConfigError
 
 _BEGIN, _END = "rollcall_generation_begins", "rollcall_generation_ends"
+_SPECIALS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _TURN_MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 """Noncharacters of Unicode, which no text contains: placeholders for both ends of a marked block during rendering."""
 
@@ -48,6 +49,7 @@ class ChatTemplate:
     def __init__(self, directory: Path) -> None:
         """`ConfigError` when the directory has no chat template."""
         self._settings = read(directory / "tokenizer_config.json")
+        self._older_settings = read(directory / "special_tokens_map.json")
         self.source = self._find(directory)
 
     @cached_property
@@ -109,9 +111,13 @@ class ChatTemplate:
 
     @cached_property
     def specials(self) -> dict[str, str]:
-        """The named special tokens that templates write."""
-        named = ((name, self._settings.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token"))
-        return {name: token["content"] if isinstance(token, dict) else token for name, token in named if token}
+        """The named special tokens that templates write, as transformers passes them."""
+        listed = "added_tokens_decoder" in self._settings  # the settings are complete: the older file is not read
+        named = self._settings if listed else self._settings | self._older_settings
+        tokens = {name: named.get(name) for name in _SPECIALS}
+        for key in ("extra_special_tokens", "model_specific_special_tokens"):  # the first is a list in some files
+            tokens |= extra if isinstance(extra := named.get(key), dict) else {}
+        return {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items() if token}
 
     @cached_property
     def _compiled(self) -> Compiled:

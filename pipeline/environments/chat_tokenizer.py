@@ -25,6 +25,9 @@ class ChatTokenizer:
         """`ConfigError` when the directory has no chat template or no end-of-turn token."""
         self._directory = directory
         self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        # A file may have the truncation and padding of its last use, which transformers replaces with each call's.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         # Disable the post-processor: it may add tokens, and a byte-level one would trim the offsets.
         self._tokenizer.post_processor = ByteLevel(trim_offsets=False)
         self.template = ChatTemplate(directory)
