@@ -2,8 +2,9 @@
 
 Owns the keys of a message: `role`, `content`, and in addition `tool_calls`, `tool_call_id`, `name`,
 `reasoning_content` and any others that a chat template may read. Promises the form that templates expect: content is
-text, the arguments of a tool call are an object, and keys without a value, which a columnar file adds to every row, are
-removed. Content that no text model can read (images, audio, video) is refused by its type. Pure.
+text, the arguments of a tool call are an object, and a message, call or tool has no key without a value. Arguments and
+schemas of parameters are unchanged, since null is a value there. Content that no text model can read (images, audio,
+video) is refused by its type. Pure.
 
 Accepted are messages in the formats of OpenAI (`role`, `content`) and ShareGPT (`from`, `value`), and plain texts.
 """
@@ -67,13 +68,27 @@ def read_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
         return ()
     if not isinstance(value, Sequence) or not all(isinstance(tool, Mapping) for tool in value):
         raise MessageError(f"a list of tools was expected, each an object; found {_shortened(value)}")
-    return tuple(_without_nones(tool) for tool in value)
+    return tuple(_tool(tool) for tool in value)
+
+
+def without_keys_of_other_rows(value: Any) -> Any:
+    """A value of a columnar file, which gives each object the keys of all rows: without entries that are None."""
+    if isinstance(value, Mapping):
+        return {key: without_keys_of_other_rows(item) for key, item in value.items() if item is not None}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [without_keys_of_other_rows(item) for item in value]
+    return value
+
+
+def _tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = tool.get("function")
+    return _valued(tool) | ({"function": _valued(function)} if isinstance(function, Mapping) else {})
 
 
 def _message(index: int, value: Any) -> Message:
     if not isinstance(value, Mapping):
         raise MessageError(f"message {index} is no object with a role: {_shortened(value)}")
-    message: dict[str, Any] = _without_nones(value)
+    message = _valued(value)
     if "role" not in message and "from" in message:
         message["role"], message["content"] = message.pop("from"), message.pop("value", None)
     role = message.get("role")
@@ -122,6 +137,7 @@ def _tool_call(index: int, call: Any) -> Mapping[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise MessageError(f"message {index} has a tool call without a function's name: {_shortened(call)}")
+    function = _valued(function)
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:
@@ -131,16 +147,12 @@ def _tool_call(index: int, call: Any) -> Mapping[str, Any]:
     if not isinstance(arguments, Mapping):
         raise MessageError(f"message {index} calls {function['name']} with arguments that are no object")
     called = {**function, "arguments": arguments}
-    return {**call, "function": called} if "function" in call else {"type": "function", "function": called}
+    return {**_valued(call), "function": called} if "function" in call else {"type": "function", "function": called}
 
 
-def _without_nones(value: Any) -> Any:
-    """The value without None entries of objects: a columnar file gives every row the keys of all rows."""
-    if isinstance(value, Mapping):
-        return {key: _without_nones(item) for key, item in value.items() if item is not None}
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [_without_nones(item) for item in value]
-    return value
+def _valued(value: Mapping[str, Any]) -> dict[str, Any]:
+    """An object without its keys that are null, which is how many clients write an absent one."""
+    return {key: item for key, item in value.items() if item is not None}
 
 
 def _shortened(value: Any) -> str:

@@ -12,7 +12,14 @@ from typing import Any
 
 from pipeline.config import closest_match
 from pipeline.config.data_keys import ColumnsConfig, SourceConfig
-from pipeline.data.chat_messages import Conversation, Message, MessageError, read_messages, read_tools
+from pipeline.data.chat_messages import (
+    Conversation,
+    Message,
+    MessageError,
+    read_messages,
+    read_tools,
+    without_keys_of_other_rows,
+)
 from pipeline.data.row_sources import Rows, open_rows
 from pipeline.errors import ConfigError, RecordError
 
@@ -86,14 +93,15 @@ class Examples:
     def _example(self, row: Mapping[str, Any]) -> Example:
         used = set(self._columns.values())
         rest = {name: value for name, value in row.items() if name not in used}
-        return Example(self._conversation({key: row.get(name) for key, name in self._columns.items()}), rest)
+        values = {key: row.get(name) for key, name in self._columns.items()}
+        return Example(self._conversation(without_keys_of_other_rows(values) if self._rows.columnar else values), rest)
 
     def _conversation(self, row: Mapping[str, Any]) -> Conversation:
         tools = read_tools(row.get("tools"))
-        if "messages" in row:
-            return Conversation(read_messages(row["messages"]), tools=tools)
-        prompt = read_messages(row["prompt"])
-        completion = read_messages(row["completion"], "assistant") if "completion" in row else ()
+        if "messages" in self._columns:
+            return Conversation(read_messages(row.get("messages")), tools=tools)
+        prompt = read_messages(row.get("prompt"))
+        completion = read_messages(row.get("completion"), "assistant") if "completion" in self._columns else ()
         return Conversation((*prompt, *completion), prompt_length=len(prompt), tools=tools)
 
 

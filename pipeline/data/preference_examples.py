@@ -19,7 +19,14 @@ from typing import Any
 
 from pipeline.config import closest_match
 from pipeline.config.data_keys import ColumnsConfig, SourceConfig
-from pipeline.data.chat_messages import Conversation, Message, MessageError, read_messages, read_tools
+from pipeline.data.chat_messages import (
+    Conversation,
+    Message,
+    MessageError,
+    read_messages,
+    read_tools,
+    without_keys_of_other_rows,
+)
 from pipeline.data.examples import RowError
 from pipeline.data.row_sources import Rows, open_rows
 from pipeline.errors import ConfigError, RecordError
@@ -92,6 +99,8 @@ class PreferenceExamples:
 
     def _pair(self, row: Mapping[str, Any]) -> PreferencePair:
         columns = self._columns
+        if self._rows.columnar:
+            row = without_keys_of_other_rows(row)
         prompt, chosen, rejected = (row.get(name) for name in (columns.prompt, columns.chosen, columns.rejected))
         tools = _of_column(columns.tools, lambda: read_tools(row.get(columns.tools)))
         for name, value in ((columns.chosen, chosen), (columns.rejected, rejected)):

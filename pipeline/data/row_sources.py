@@ -25,6 +25,11 @@ class Rows(Protocol):
     @property
     def columns(self) -> tuple[str, ...]: ...
 
+    @property
+    def columnar(self) -> bool:
+        """Whether each object in a row has the keys of all rows, those that it lacks with None."""
+        ...
+
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
@@ -41,6 +46,7 @@ class Table:
 
     def __init__(self, rows: Any, columns: Sequence[str], part: Sequence[int]) -> None:
         self._rows, self._part, self.columns = rows, part, tuple(columns)
+        self.columnar = not isinstance(rows, JsonRows)
 
     def __len__(self) -> int:
         return len(self._part)

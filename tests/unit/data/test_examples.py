@@ -101,6 +101,30 @@ def test_tool_calls_have_objects_as_arguments_and_no_keys_of_other_rows(tmp_path
     assert rows[0].conversation.messages[1]["content"] == ""
 
 
+def test_null_is_a_value_of_arguments_and_schemas_unless_a_column_added_it(tmp_path: Path) -> None:
+    import datasets
+
+    def row(arguments: Any) -> dict[str, Any]:
+        call = {"id": None, "type": "function", "function": {"name": "add", "arguments": arguments}}
+        schema = {"name": "add", "strict": None, "parameters": {"properties": {"a": {"default": None}}}}
+        messages = [ASKED, {"role": "assistant", "content": None, "refusal": None, "tool_calls": [call]}]
+        return {"messages": messages, "tools": [{"type": "function", "function": schema}]}
+
+    def arguments(found: Examples) -> list[Any]:
+        calls = [found[index].conversation.messages[1]["tool_calls"][0] for index in range(len(found))]
+        assert all("id" not in call for call in calls)
+        return [call["function"]["arguments"] for call in calls]
+
+    found = examples(tmp_path, row({"a": None, "b": [None]}), row('{"a": null}'), row(None))
+    assert arguments(found) == [{"a": None, "b": [None]}, {"a": None}, {}]
+    assert found[0].conversation.messages[1].keys() == {"role", "content", "tool_calls"}
+    (tool,) = found[0].conversation.tools
+    assert tool["function"] == {"name": "add", "parameters": {"properties": {"a": {"default": None}}}}
+    table = datasets.Dataset.from_list([row({"a": 1}), row({"b": 2})])
+    table.to_parquet(str(tmp_path / "rows.parquet"))
+    assert arguments(Examples.open(SourceConfig(path=str(tmp_path / "rows.parquet")))) == [{"a": 1}, {"b": 2}]
+
+
 def test_a_parquet_file_and_folders_by_split_give_the_same_rows(tmp_path: Path) -> None:
     import datasets
 
