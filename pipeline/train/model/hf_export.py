@@ -144,14 +144,14 @@ def _typed(config: Any, dtype: str, architecture: str) -> Any:
 def _typed_settings(settings: dict[str, Any], dtype: str) -> dict[str, Any]:
     """The base's config.json with the exported weights' type. Everything else is unchanged, since the trained network
     may be only a part of the model in the files."""
-    key = "torch_dtype" if "torch_dtype" in settings else "dtype"
+    keys = settings.keys() & {"dtype", "torch_dtype"} or {"dtype"}  # transformers reads either, and prefers the first
     nested = {name: value for name, value in settings.items() if isinstance(value, dict)}
     typed = {
         name: _typed_settings(value, dtype)
         for name, value in nested.items()
         if name.endswith("_config") and ("dtype" in value or "torch_dtype" in value)
     }
-    return settings | typed | {key: dtype}
+    return settings | typed | dict.fromkeys(sorted(keys), dtype)
 
 
 def _adapters() -> Any:

@@ -72,6 +72,13 @@ def test_the_config_says_the_type_of_the_weights_beside_it(base: Path, dtype: st
     assert {key: value for key, value in settings(found).items() if key != "dtype"} == same
 
 
+def test_a_config_with_both_names_of_the_type_says_one_type(base: Path) -> None:
+    amend(base / "config.json", dtype="float16", torch_dtype="float16")
+    found = settings(written(base))
+    assert found["dtype"] == found["torch_dtype"] == "bfloat16"
+    assert AutoConfig.from_pretrained(base.parent / "written").dtype == torch.bfloat16
+
+
 def test_weights_in_another_form_are_not_copied_beside_the_trained_ones(base: Path) -> None:
     for name in ("consolidated.00.pth", "model-q4.gguf", "pytorch_model.bin", "model.safetensors.index.json"):
         (base / name).write_bytes(b"old")
