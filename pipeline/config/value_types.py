@@ -5,14 +5,16 @@ Every pattern has a description in words for errors. This module knows no key.
 
 import re
 from ipaddress import IPv4Network
-from typing import Annotated
+from typing import Annotated, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from pipeline.run.fault_plan import parse_faults
 
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=1 << 31)]
+"""Server i is seeded with this and i, in 32 bits."""
 Seconds = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -94,7 +96,23 @@ def memory_bytes(value: str) -> int:
     return int(number) << 10 * (1 + "KMGT".index(unit))  # K is 2**10, M 2**20, and so on
 
 
-class Section(BaseModel):
-    """A frozen group of keys; unknown keys are errors, and so are infinity and NaN."""
+class FrozenModel(BaseModel):
+    """A frozen group of values; unknown names are errors, and so are infinity and NaN."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+class Section(FrozenModel):
+    """A group of keys, whose values a user writes."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_converted(cls, value: object, info: ValidationInfo) -> object:
+        """Refuse `true` for a number, which would be 1, and `1e5` for a text, which would be `100000.0`."""
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        kinds = {*get_args(annotation), annotation}
+        if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:
+            raise ValueError(f"a number, not {str(value).lower()}")
+        if isinstance(value, float) and str in kinds and float not in kinds:
+            raise ValueError("a text; put a number with a dot or an exponent into quotes")
+        return value

@@ -33,7 +33,7 @@ from pipeline.config import ModelConfig, OptimConfig, RunConfig, closest_match
 from pipeline.config.cross_checks import check_address, check_mini_batches
 from pipeline.config.learning_rates import with_learning_rate
 from pipeline.config.optimizer_checks import moments_can_shrink
-from pipeline.config.value_types import Positive, Section
+from pipeline.config.value_types import FrozenModel, Positive
 from pipeline.errors import ConfigError
 from pipeline.run.paths import CHECKPOINTS, METRICS, MODEL, RunPaths
 from pipeline.utils import shared_files
@@ -42,39 +42,39 @@ from pipeline.utils.user_commands import user_command
 JOB_VERSION: Literal[1] = 1
 
 
-class DemonstrationsInput(Section):
+class DemonstrationsInput(FrozenModel):
     """The demonstrations of the config's task."""
 
     kind: Literal["demonstrations"] = "demonstrations"
 
 
-class DatasetInput(Section):
+class DatasetInput(FrozenModel):
     """The conversations of `data.*` in the config."""
 
     kind: Literal["dataset"] = "dataset"
 
 
-class StreamInput(Section):
+class StreamInput(FrozenModel):
     """The prepared groups of a run, from its actor and preprocessor; not for jobs from files."""
 
     kind: Literal["stream"] = "stream"
 
 
-class RecordedInput(Section):
+class RecordedInput(FrozenModel):
     """The recorded samples of another run (`replay`); not for jobs from files."""
 
     kind: Literal["recorded"] = "recorded"
     run: str
 
 
-class PackedInput(Section):
+class PackedInput(FrozenModel):
     """A folder of `pipeline.train.offline.packed_dataset`; the job removes it at its end."""
 
     kind: Literal["packed"] = "packed"
     folder: str
 
 
-class SftSchedule(Section):
+class SftSchedule(FrozenModel):
     """`steps` optimizer steps, each of `batch` rows."""
 
     steps: Positive
@@ -82,7 +82,7 @@ class SftSchedule(Section):
     optim: OptimConfig = OptimConfig()
 
 
-class RlSchedule(Section):
+class RlSchedule(FrozenModel):
     """`steps` steps, each of `prompts` prompts with all their samples."""
 
     steps: Positive
@@ -90,7 +90,7 @@ class RlSchedule(Section):
     optim: OptimConfig = OptimConfig()
 
 
-class _Job(Section):
+class _Job(FrozenModel):
     """The keys of both kinds of job.
 
     Attributes:
