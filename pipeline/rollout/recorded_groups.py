@@ -125,8 +125,9 @@ class RecordedRun:
         return files
 
     def _incomplete(self, step: int, size: int) -> ConfigError:
-        found = f"{self.run.ledger.name} has {len(self.entries(step))} of the {size} positions of step {step + 1}"
-        return ConfigError("replay", str(self.run.root), f"a run with a whole ledger; {found}", _steps_before(step))
+        positions = f"{len(self.entries(step))} of the {size} positions of step {step + 1}"
+        expected = f"a run with a whole ledger; {self.run.ledger.name} has {positions}"
+        return ConfigError("replay", str(self.run.root), expected, _steps_before(step))
 
     def _error(self, step: int, position: int, what: str) -> ConfigError:
         whose = f"those of position {position}, trained in step {step + 1}"
