@@ -12,7 +12,7 @@ from pipeline.run.metric_names import is_run_metric, without_run_metrics
 from pipeline.run.metrics_log import MetricSinks, read_rows, roll_back
 from pipeline.train.loop.batch_metrics import batch_metrics
 from pipeline.train.loop.evaluations import metrics_of
-from pipeline.transport.eval_records import EvalResult
+from pipeline.transport.eval_records import EvalPart, EvalResult
 from pipeline.transport.sample_records import Group, PreparedGroup, mean_metrics
 from tests.unit.rollout.test_sample_store import a_sample
 
@@ -57,11 +57,13 @@ def test_a_sample_reports_no_accuracy_of_an_evaluation(accuracy: float | None) -
         version_min=3,
         version_max=3,
         seconds=2.0,
-        metrics={"steps": 20.0, "seconds": 9.0, "stderr": 0.1} | FORGED,
+        metrics={"steps": 20.0, "seconds": 9.0, "stderr": 0.1, "sums/accuracy": 0.9} | FORGED,
+        parts={"sums": EvalPart(accuracy=0.5, error=None, prompts=1, failed=0)},
     )
     metrics = metrics_of(result)
     assert metrics.get("eval/accuracy") == accuracy
     assert (metrics["eval/failed"], metrics["eval/seconds"], metrics["eval/steps"]) == (0, 2, 20)
+    assert metrics["eval/sums/accuracy"] == 0.5
     assert not {"eval/stderr", "eval/pass@1"} & metrics.keys()
 
 
