@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
+from pipeline.environments.guarded_call import encodable
 from pipeline.environments.reward_functions import number
 
 REPORT_SYNTAX = 'a number, or {"reward": number, "metrics": {name: number}}'
@@ -41,7 +42,8 @@ def report_from(value: Any) -> AgentReport | str:
     if not isinstance(value, Mapping):
         value = {"reward": value}
     if not {"reward"} <= value.keys() <= {"reward", "metrics"}:
-        return f"the agent's report has the keys {', '.join(map(str, value)) or 'none'}: expected {REPORT_SYNTAX}"
+        keys = encodable(", ".join(map(str, value))) or "none"
+        return f"the agent's report has the keys {keys}: expected {REPORT_SYNTAX}"
     metrics = value.get("metrics") or {}
     if not isinstance(metrics, Mapping) or not all(map(_is_number, metrics.values())):
         return f"the metrics in the agent's report are no numbers: expected {REPORT_SYNTAX}"
@@ -49,7 +51,7 @@ def report_from(value: Any) -> AgentReport | str:
     return (
         reward
         if isinstance(reward, str)
-        else AgentReport(reward, {str(name): float(metrics[name]) for name in metrics})
+        else AgentReport(reward, {encodable(str(name)): float(metrics[name]) for name in metrics})
     )
 
 

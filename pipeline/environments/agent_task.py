@@ -153,7 +153,7 @@ class AgentTask(Task):
                 report = await self._run_command(prompt, policy, endpoint)
         episode = endpoint.episode()
         reward = episode.reward if report.reward is None else report.reward
-        return replace(episode, reward=reward, metrics={**episode.metrics, **report.metrics})
+        return replace(episode, reward=reward, metrics={**report.metrics, **episode.metrics})
 
     def use(self, prompt: Prompt, name: str, arguments: Any) -> str:
         """Run the command. Returns JSON with the text of its report (`told`), or with the reason in `failed`."""

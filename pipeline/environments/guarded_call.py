@@ -25,7 +25,23 @@ def failure_reason(what: str, error: BaseException) -> str:
         text = " ".join(str(error).split())
     except Exception:  # noqa: BLE001 the task's error class may fail in its own `__str__`
         text = "its message cannot be made"
-    return f"{what} {type(error).__name__}: {text}"[:REASON_LENGTH]
+    return encodable(f"{what} {type(error).__name__}: {text}")[:REASON_LENGTH]
+
+
+def reason_line(text: str) -> str:
+    """A text of foreign code as a failure reason: one line of at most `REASON_LENGTH` characters, which can be
+    encoded."""
+    return encodable(" ".join(text.split()))[:REASON_LENGTH]
+
+
+def encodable(text: str) -> str:
+    """The text with each lone surrogate as its escape: JSON of a policy or an agent may have half of an emoji, and no
+    record can hold it.
+
+    >>> encodable("half \\ud83d")
+    'half \\\\ud83d'
+    """
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def is_cancelled() -> bool:

@@ -20,7 +20,7 @@ from functools import partial
 from numbers import Real
 from typing import Any, Literal
 
-from pipeline.environments.guarded_call import REASON_LENGTH, call_guarded, failure_reason, is_cancelled
+from pipeline.environments.guarded_call import call_guarded, encodable, failure_reason, is_cancelled, reason_line
 from pipeline.environments.task_protocol import Completion, Prompt
 
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -135,7 +135,7 @@ class RewardFunction:
 def number(title: str, value: Any) -> float | str:
     """`value` as a finite number, or the reason why it is none."""
     if not isinstance(value, Real) and not _is_scalar(value):
-        return f"{title} is no number: {type(value).__name__} {value!r}"[:REASON_LENGTH]
+        return reason_line(f"{title} is no number: {type(value).__name__} {value!r}")
     score = float(value)
     return score if math.isfinite(score) else f"{title} is not finite: {score}"
 
@@ -146,13 +146,13 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _short_repr(value: Any) -> str:
-    return f"{type(value).__name__} {value!r}"[:80]
+    return reason_line(f"{type(value).__name__} {value!r}")[:80]
 
 
 def _numbers(scores: Mapping[Any, Any]) -> dict[str, float]:
     """All finite numbers of verl's dict except `score`, by name."""
     return {
-        str(name): float(value)
+        encodable(str(name)): float(value)
         for name, value in scores.items()
         if name != "score" and isinstance(value, Real) and math.isfinite(value)
     }

@@ -19,6 +19,7 @@ ParameterTypes = Mapping[str, Mapping[str, Any]]
 
 _TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _SHORT = re.compile(r"\[(\w+):([^\]]*)\]")
+_SURROGATE = re.compile(r"\\u[dD]")
 _CLOSES = {"tagged": "</tool_call>", "short": "]"}
 
 
@@ -58,9 +59,21 @@ def parse_calls(text: str, form: ToolCallSyntax, takes: ParameterTypes) -> Itera
             name, arguments = str(call["name"]), call.get("arguments") or {}
             if not isinstance(arguments, dict):
                 raise TypeError(f"its arguments are no object, but {type(arguments).__name__}")
+            if _SURROGATE.search(match[1]) and not _is_encodable(call):
+                raise ValueError("half of a surrogate pair is no character")
             yield ToolCall(name, arguments, begin=match.start())
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             yield ToolCall("unknown", {}, f"error: no tool call: {error}", match.start())
+
+
+def _is_encodable(call: Any) -> bool:
+    """Whether all texts of a call can be encoded. JSON may escape half of a surrogate pair, as in `\\ud83d`: tokenizers
+    refuse such a text, and many JSON parsers refuse it when an agent sends it back."""
+    try:
+        json.dumps(call, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _before_last(close: str, text: str) -> str:

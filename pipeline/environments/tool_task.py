@@ -20,6 +20,7 @@ from pipeline.data.chat_messages import Message
 from pipeline.environments.arithmetic import evaluate as arithmetic_value
 from pipeline.environments.countdown import evaluate
 from pipeline.environments.episode import Episode
+from pipeline.environments.guarded_call import encodable
 from pipeline.environments.sandbox import run_python
 from pipeline.environments.task_protocol import Demonstration, Policy, Prompt, Task, TaskOptions
 from pipeline.environments.tool_call_syntax import ParameterTypes, ToolCall, parameter_types, parse_calls
@@ -120,7 +121,7 @@ class ToolTask(Task):
                 answer = await policy.use(prompt, call.name, dict(call.arguments))
             except RolloutError as error:
                 answer = f"error: {error}"
-        return {"role": self.options.role, "name": call.name, "content": answer[:MAX_ANSWER]}
+        return {"role": self.options.role, "name": call.name, "content": encodable(answer)[:MAX_ANSWER]}
 
 
 class ArithmeticToolOptions(ToolOptions):

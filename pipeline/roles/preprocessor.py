@@ -112,6 +112,7 @@ class Preprocessor:
             self._report_counts()
             with self._starved:
                 entries = reader.read(READ_LIMIT, READ_SECONDS)
+            self._pass_on_lost(reader, stopped)
             if entries:
                 self._pass_on(reader, entries, stopped)
 
@@ -127,6 +128,15 @@ class Preprocessor:
             self._outcomes.update(group.outcome.partition(":")[0] for group in prepared)
             for group in prepared:
                 self._keep(group)
+
+    def _pass_on_lost(self, reader: Reader[Group], should_stop: Callable[[], bool]) -> None:
+        """Publish groups that could not be decoded as malformed: the trainer has their positions sampled again."""
+        lost = [
+            PreparedGroup(group=Group(position=one.position, prompt=one.prompt), outcome=f"{MALFORMED}: {one.reason}")
+            for one in reader.rejections.take()
+        ]
+        if lost and self._streams.publish_many("prepared", lost, should_stop=should_stop):
+            self._outcomes[MALFORMED] += len(lost)
 
     def _ask(self, teacher: Teacher, prepared: list[PreparedGroup], should_stop: Callable[[], bool]) -> bool:
         """Attach the teacher's log-probabilities to the groups to train; False when the role must stop."""

@@ -5,6 +5,7 @@ changes nothing. Must not know the controller that uses the load (`concurrency_c
 """
 
 import asyncio
+import math
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -70,9 +71,17 @@ class CacheWatch:
 
 def values(text: str, name: str) -> list[float]:
     """The values of a metric in Prometheus's text format, one for each set of labels; the server's program may have put
-    its own name before it."""
+    its own name before it. A value that is no finite number, as the format permits (`NaN`, `+Inf`), is left out."""
     pattern = rf"^(?:\w+:)?{re.escape(name)}(?:\{{.*\}})? (\S+)"
-    return [float(value) for value in re.findall(pattern, text, re.MULTILINE)]
+    return [value for text in re.findall(pattern, text, re.MULTILINE) if (value := _finite(text)) is not None]
+
+
+def _finite(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
 
 
 def block_size(text: str) -> int | None:

@@ -19,6 +19,7 @@ Recorded tokens that are too old to be trained (`pipeline.transport.staleness.is
 """
 
 import json
+import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -33,6 +34,8 @@ from pipeline.environments.task_calls import ToolResult
 from pipeline.rollout.server_client import Completion
 from pipeline.transport.staleness import Stale, is_usable
 from pipeline.transport.turn_times import TurnTimes
+
+log = logging.getLogger(__name__)
 
 DIGEST_BYTES = 16
 
@@ -192,11 +195,22 @@ class GroupRecord:
     def begin(self, replays: bool) -> list[EpisodeRecord]:
         """The record of each sample. `replays`: whether the task can replay an episode of this prompt."""
         replays &= self._journal.is_open
-        earlier: dict[int, dict[int, Event]] = {}
+        entries: dict[int, dict[int, bytes]] = {}
         for (sample, number), event in self._journal.entries(self._position).items():
-            earlier.setdefault(sample, {})[number] = _decode(event)
+            entries.setdefault(sample, {})[number] = event
+        earlier = {sample: self._decoded(sample, events) for sample, events in entries.items()}
         self.samples = [self._sample(index, earlier.get(index, {}), replays) for index in range(self._size)]
         return self.samples
+
+    def _decoded(self, index: int, entries: dict[int, bytes]) -> dict[int, Event]:
+        """The events of a sample; none if one of them cannot be read, and the sample then begins again."""
+        try:
+            return {number: _decode(entry) for number, entry in entries.items()}
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            where = f"sample {index} of position {self._position}"
+            log.warning("%s is sampled again, since its recorded episode cannot be read: %s", where, error)
+            self._journal.drop(self._position, index)
+            return {}
 
     def _sample(self, index: int, events: dict[int, Event], replays: bool) -> EpisodeRecord:
         recorded = list(events.values())

@@ -22,13 +22,12 @@ from pipeline.config.evaluation_keys import BUILTIN_SET
 from pipeline.environments import Prompt, Task, load_task
 from pipeline.environments.chat_tokenizer import ChatTokenizer
 from pipeline.environments.guarded_call import failure_reason
-from pipeline.environments.rewards import Score
 from pipeline.environments.task_calls import TaskCalls
 from pipeline.environments.task_worker import Setup
 from pipeline.environments.worker_pool import WorkerPool
 from pipeline.errors import DeadlineError, TaskError
 from pipeline.rollout.rollout_policy import Sampling
-from pipeline.rollout.sample_rollout import Rollout, completion_of, roll_out, to_sample
+from pipeline.rollout.sample_rollout import completion_of, roll_out
 from pipeline.rollout.sample_store import SampleRecord, records_of_evaluation
 from pipeline.rollout.server_pool import InferenceClient
 from pipeline.transport.eval_records import ASKED, EVALUATED, EvalPart, EvalRequest, EvalResult
@@ -205,7 +204,7 @@ class Evaluation:
             episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
             completions = [completion_of(episode, chosen.whole_answers) for episode in episodes]
             scores = iter(await calls.rewards(prompt, completions))
-            return [one.reason if one.episode is None else _scored(one, next(scores)) for one in rollouts]
+            return [one.reason if one.episode is None else one.scored(next(scores)) for one in rollouts]
 
 
 def eval_sets(task: Task, calls: TaskCalls, config: RunConfig) -> dict[str, EvalSet]:
@@ -263,13 +262,6 @@ async def _pool(setup: Setup, startup_seconds: float) -> AsyncIterator[TaskCalls
     """The worker processes of a set's task."""
     async with WorkerPool(setup, startup_seconds) as pool:
         yield pool
-
-
-def _scored(rollout: Rollout, score: Score | str) -> Outcome:
-    assert rollout.episode is not None
-    if isinstance(score, str):
-        return score
-    return to_sample(rollout.episode, score, rollout.seconds, rollout.turn_times)
 
 
 def _rewards_of(outcomes: Sequence[Sequence[Outcome]]) -> list[list[float]]:

@@ -24,7 +24,7 @@ from pipeline.rollout.episode_journal import EpisodeJournal
 from pipeline.rollout.episode_record import GroupRecord
 from pipeline.rollout.prompt_order import PromptOrder
 from pipeline.rollout.rollout_policy import Sampling
-from pipeline.rollout.sample_rollout import Rollout, completion_of, failure_kind, roll_out, to_sample
+from pipeline.rollout.sample_rollout import Rollout, completion_of, failure_kind, roll_out
 from pipeline.rollout.server_pool import InferenceClient
 from pipeline.run.paths import RunPaths
 from pipeline.transport.sample_records import Group, Sample, solved_fraction
@@ -127,13 +127,9 @@ class GroupBuilder:
     async def _scored(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[list[Sample], list[str]]:
         """The samples of a prompt's rollouts, and the reasons of failed rollouts."""
         failures = [rollout.reason for rollout in rollouts if rollout.episode is None and not rollout.abandoned]
-        ended = [(rollout.episode, rollout) for rollout in rollouts if rollout.episode is not None]
-        answers = [completion_of(episode, self._whole_answers) for episode, _ in ended]
+        ended = [rollout for rollout in rollouts if rollout.episode is not None]
+        answers = [completion_of(rollout.episode, self._whole_answers) for rollout in ended if rollout.episode]
         scores = await self._calls.rewards(prompt, answers) if ended else []
-        samples = []
-        for (episode, rollout), score in zip(ended, scores, strict=True):
-            if isinstance(score, str):
-                failures.append(score)
-            else:
-                samples.append(to_sample(episode, score, rollout.seconds, rollout.turn_times))
-        return samples, failures
+        outcomes = [rollout.scored(score) for rollout, score in zip(ended, scores, strict=True)]
+        failures += [outcome for outcome in outcomes if isinstance(outcome, str)]
+        return [outcome for outcome in outcomes if isinstance(outcome, Sample)], failures

@@ -9,6 +9,7 @@ proven by the fingerprint of each; samples that are missing or differ raise one 
     recorded.batch(step)                # Groups, in order
 """
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -27,6 +28,8 @@ from pipeline.run.paths import RunPaths
 from pipeline.transport.ledger import Settlement
 from pipeline.transport.sample_records import Branch, Group, Sample
 from pipeline.utils.append_log import complete_lines
+
+log = logging.getLogger(__name__)
 
 _MODEL_FILES = ("config.json", "tokenizer.json")
 """Files of a model directory that decide what a token id means."""
@@ -100,6 +103,8 @@ class RecordedRun:
             expected = f"at most {self.steps}, the recorded steps of {self.run.root}"
             raise ConfigError("training.steps", config.training.steps, expected, "lower it")
         for step in range(config.training.steps):
+            if len(self.entries(step)) != config.training.prompts_per_step:
+                raise self._incomplete(step, config.training.prompts_per_step)
             for line in self.entries(step):
                 if (line.position, line.fingerprint) not in self._files:
                     raise self._error(step, line.position, "are missing")
@@ -119,11 +124,19 @@ class RecordedRun:
                 files[row["position"], row["fingerprint"]] = file
         return files
 
+    def _incomplete(self, step: int, size: int) -> ConfigError:
+        positions = f"{len(self.entries(step))} of the {size} positions of step {step + 1}"
+        expected = f"a run with a whole ledger; {self.run.ledger.name} has {positions}"
+        return ConfigError("replay", str(self.run.root), expected, _steps_before(step))
+
     def _error(self, step: int, position: int, what: str) -> ConfigError:
         whose = f"those of position {position}, trained in step {step + 1}"
         expected = f"a run with all its trained samples; {whose}, {what}"
-        hint = f"training.steps={step} replays the steps before it" if step else "record it again"
-        return ConfigError("replay", str(self.run.root), expected, hint)
+        return ConfigError("replay", str(self.run.root), expected, _steps_before(step))
+
+
+def _steps_before(step: int) -> str:
+    return f"training.steps={step} replays the steps before it" if step else "record it again"
 
 
 def group_of_records(records: Sequence[Mapping[str, Any]], task: str) -> Group:
@@ -164,11 +177,17 @@ def _arrays_of(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _lines_by_step(ledger: Path) -> dict[int, list[Settlement]]:
-    """The complete lines of a ledger, in order, by step."""
-    lines = defaultdict[int, list[Settlement]](list)
+    """The complete lines of a ledger, in order, by step; without those that a disk damaged."""
+    lines, damaged = defaultdict[int, list[Settlement]](list), 0
     for text in complete_lines(ledger):
-        line = msgspec.json.decode(text, type=Settlement)
+        try:
+            line = msgspec.json.decode(text, type=Settlement)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            damaged += 1
+            continue
         lines[line.step].append(line)
+    if damaged:
+        log.warning("%s: %d lines cannot be read and are left out", ledger, damaged)
     return dict(lines)
 
 

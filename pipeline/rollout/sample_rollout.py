@@ -1,24 +1,27 @@
 """One rollout of a prompt.
 
 Owns the run of a task's episode with a policy (`pipeline.rollout.rollout_policy`), and the conversion of
-an episode to a reward and a wire record, or to a failure reason. Promises that a task which raises, returns nonsense or
-exceeds its time costs one sample, with its reason, and nothing else; that an abandoned rollout is cancelled at once,
-also on its server; and that an episode which ended before the actor was lost is not run again.
+an episode to a wire record, or to a failure reason. Promises that a task which raises, returns nonsense or
+exceeds its time costs one sample, with its reason, and nothing else; that an episode has a record that can be sent,
+read and trained; that an abandoned rollout is cancelled at once, also on its server; and that an episode which ended
+before the actor was lost is not run again.
 """
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, compress
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from pipeline.environments import Completion, Episode, Prompt, Task
 from pipeline.environments.chat_tokenizer import ChatTokenizer
 from pipeline.environments.episode import EpisodeBranch
-from pipeline.environments.guarded_call import REASON_LENGTH, failure_reason, is_cancelled
+from pipeline.environments.guarded_call import encodable, failure_reason, is_cancelled, reason_line
+from pipeline.environments.reward_functions import number
 from pipeline.environments.rewards import Score
 from pipeline.environments.task_calls import RenderedPrompt, TaskCalls
 from pipeline.errors import DeadlineError, EpisodeError, RolloutError
@@ -26,6 +29,7 @@ from pipeline.rollout.episode_record import EpisodeRecord
 from pipeline.rollout.pausable_timeout import PausableTimeout
 from pipeline.rollout.rollout_policy import Sampler, Sampling
 from pipeline.rollout.server_pool import InferenceClient
+from pipeline.transport.record_wire import decode_record, encode_record
 from pipeline.transport.sample_records import MAX_VERSION_OFFSET, Branch, Sample
 from pipeline.transport.turn_times import TurnTimes
 
@@ -35,16 +39,26 @@ CLEAN_UP_SECONDS = 5.0
 """Timeout of a task's clean-up after its sample is abandoned; after that the group no longer waits for it."""
 
 
+UNSCORED = Score(0.0)
+
+
 @dataclass(frozen=True)
 class Rollout:
-    """The result of a rollout: its `episode`, or the failure `reason`, or that it was `abandoned`; the `seconds` that
-    it ran; and the times of the episode's turns."""
+    """The result of a rollout: its `episode` with the `sample` of it, which has no reward yet; or the failure `reason`;
+    or that it was `abandoned`. `seconds`: the time that it ran."""
 
     episode: Episode | None = None
+    sample: Sample | None = None
     reason: str = ""
     seconds: float = 0.0
     abandoned: bool = False
-    turn_times: tuple[TurnTimes, ...] = ()
+
+    def scored(self, score: Score | str) -> Sample | str:
+        """The sample with its reward; or the reason why there is none."""
+        if isinstance(score, str) or self.sample is None:
+            return score if isinstance(score, str) else self.reason
+        metrics = {**self.sample.metrics, **score.metrics}
+        return structs.replace(self.sample, reward=score.reward, metrics=metrics)
 
 
 async def roll_out(
@@ -108,8 +122,8 @@ async def _tokens(chat: ChatTokenizer, text: str) -> list[int]:
 
 async def _episode(task: Task, prompt: Prompt, sampler: Sampler, index: int) -> Rollout:
     started, record = time.monotonic(), sampler.records[index]
-    if record.ended is not None:
-        return Rollout(record.ended.episode, seconds=record.ended.seconds, turn_times=record.ended.turn_times)
+    if (ended := record.ended) is not None:
+        return _recorded(ended.episode, sampler, ended.seconds, lambda _: ended.turn_times)
     own_time = PausableTimeout(sampler.sampling.seconds)
     policy = sampler.policy(index, own_time)
     try:
@@ -117,7 +131,7 @@ async def _episode(task: Task, prompt: Prompt, sampler: Sampler, index: int) -> 
     except DeadlineError as error:
         return Rollout(reason=failure_reason("rollout took too long", error))
     except EpisodeError as error:
-        return Rollout(reason=" ".join(str(error).split())[:REASON_LENGTH])
+        return Rollout(reason=reason_line(str(error)))
     except RolloutError as error:
         return Rollout(reason=failure_reason("request refused", error))
     except (Exception, SystemExit, asyncio.CancelledError) as error:
@@ -126,12 +140,36 @@ async def _episode(task: Task, prompt: Prompt, sampler: Sampler, index: int) -> 
         if isinstance(error, asyncio.CancelledError) and is_cancelled():
             raise
         return Rollout(reason=failure_reason("rollout raised", error))
-    wrong = _unusable(episode, sampler.sampling.max_length, sampler.vocabulary)
-    if wrong:
-        return Rollout(reason=wrong)
-    seconds, turn_times = time.monotonic() - started, policy.timer.turns_of(episode)
-    record.end(episode, seconds, turn_times)
-    return Rollout(episode, seconds=seconds, turn_times=turn_times)
+    rollout = _recorded(episode, sampler, time.monotonic() - started, policy.timer.turns_of)
+    if rollout.episode is not None and rollout.sample is not None:
+        record.end(rollout.episode, rollout.seconds, rollout.sample.turn_times)
+    return rollout
+
+
+def _recorded(
+    episode: Any, sampler: Sampler, seconds: float, turns_of: Callable[[Episode], tuple[TurnTimes, ...]]
+) -> Rollout:
+    """The rollout of an episode, which is a task's: of any types and values. Its sample is encoded and decoded once,
+    since a record that its readers cannot decode would be lost with its whole group."""
+    try:
+        if wrong := _unusable(episode, sampler.sampling.max_length, sampler.vocabulary):
+            return Rollout(reason=reason_line(wrong))
+        episode = replace(episode, metrics=_numbers(episode.metrics))
+        sample = to_sample(episode, UNSCORED, seconds, turns_of(episode))
+        decode_record(encode_record(sample), Sample).check()
+    except EpisodeError as error:
+        return Rollout(reason=reason_line(str(error)))
+    except Exception as error:  # noqa: BLE001 the episode is foreign data: any error is the sample's reason
+        return Rollout(reason=failure_reason("rollout cannot be recorded", error))
+    return Rollout(episode, sample, seconds=seconds)
+
+
+def _numbers(metrics: Mapping[Any, Any]) -> dict[str, float]:
+    """The metrics of an episode by name; `EpisodeError` for a value that is no finite number."""
+    values = {encodable(str(name)): number(f"metric {name}", value) for name, value in metrics.items()}
+    if wrong := next((value for value in values.values() if isinstance(value, str)), ""):
+        raise EpisodeError(f"rollout has a wrong metric: {wrong}")
+    return {name: float(value) for name, value in values.items()}
 
 
 def _unusable(episode: Any, max_length: int, vocabulary: int) -> str:

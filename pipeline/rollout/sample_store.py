@@ -2,8 +2,9 @@
 
 Owns the Parquet segments of samples below a run's directory: their columns, writing and retention. Promises that
 producers never block: a thread writes the samples, drops them when its queue is full, and logs one warning if the disk
-fails; that a segment under its final name is complete; that a superseded attempt neither adds nor removes segments; and
-that the total size stays below a bound: above it the newer half is retained, and the older half is thinned evenly.
+fails or a sample does not fit its columns; that a segment under its final name is complete; that a superseded attempt
+neither adds nor removes segments; and that the total size stays below a bound: above it the newer half is retained, and
+the older half is thinned evenly.
 
     with SampleStore(folder, attempt, bound, fence.check) as store:
         store.add(records_of_group(prepared, "countdown"))
@@ -148,13 +149,23 @@ class SampleStore:
             if not self._begun:  # once: parts of killed attempts belong to no writer
                 remove_parts(self._folder)
                 self._begun = True
-            write_segment(self._folder, self._attempt, rows, self._check)
+            try:
+                write_segment(self._folder, self._attempt, rows, self._check)
+            except (ValueError, TypeError, OverflowError) as error:  # what Arrow raises for a value
+                storable = [row for row in rows if _is_storable(row)]
+                if not 0 < len(storable) < len(rows):
+                    raise
+                self._drop(len(rows) - len(storable), error)
+                write_segment(self._folder, self._attempt, storable, self._check)
             delete_oldest(self._folder, self._bound)
         except Exception as error:  # noqa: BLE001 a failing disk may cost samples, and nothing else
-            self.dropped += len(rows)
-            if not self._warned:
-                self._warned = True
-                log.warning("samples are not stored in %s: %s", self._folder, error)
+            self._drop(len(rows), error)
+
+    def _drop(self, count: int, error: Exception) -> None:
+        self.dropped += count
+        if not self._warned:
+            self._warned = True
+            log.warning("samples are not stored in %s: %s", self._folder, error)
 
 
 def write_segment(
@@ -181,6 +192,15 @@ def remove_parts(folder: Path) -> None:
     for part in folder.glob(f".*{SUFFIX}.part"):
         with suppress(OSError):
             part.unlink()
+
+
+def _is_storable(row: SampleRecord) -> bool:
+    """Whether the columns can hold a row's values. A task may report numbers beyond an int32, such as of turns."""
+    try:
+        table_of([row])
+    except (ValueError, TypeError, OverflowError):
+        return False
+    return True
 
 
 def table_of(rows: Sequence[SampleRecord]) -> Any:

@@ -16,7 +16,8 @@ def group_advantages(samples: Sequence[Sample], config: RunConfig) -> tuple[floa
 def training_rewards(samples: Sequence[Sample], config: RunConfig) -> list[float]:
     """The reward of each sample, with `training.overlong_buffer` less its penalty.
 
-    An episode of several turns has the limit of one turn for each: only its truncation is punished in full.
+    An episode of several turns has the limit of one turn for each: only its truncation is punished in full. Its length
+    is that of all its rows, as its turns are.
     """
     training, limit = config.training, config.rollout.max_tokens
     if not training.overlong_buffer:
@@ -25,7 +26,7 @@ def training_rewards(samples: Sequence[Sample], config: RunConfig) -> list[float
         sample.reward
         - training.overlong_penalty
         * overlong_penalty(
-            sum(sample.sampled) // sample.turns,
+            sum(int(row.sampled.sum()) for row in sample.rows()) // sample.turns,
             limit,
             training.overlong_buffer,
             truncated=sample.finish == "length",

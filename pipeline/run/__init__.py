@@ -11,7 +11,7 @@
 | `joined_servers` | the servers that join a running attempt, and leave it |
 | `fault_conditions` | injected faults of files and network, for all processes of an attempt |
 | `first_failure` | the first failure of an attempt |
-| `metrics_log` | where metrics are written |
+| `metrics_log`, `metric_names` | where metrics are written; the names of the run's own |
 | `transitions` | the timeline of roles, by rank |
 | `lost_seconds`, `goodput_records` | the useful part of a run's wall time and what took the rest; its records |
 | `notices` | what happened in an attempt and did not end it, for people |

@@ -84,10 +84,11 @@ class MetricSinks:
         eval_set: str = "",
     ) -> None:
         """Write one row, to the file at once or, if that fails, together with a later row."""
-        numbers = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        numbers: MetricRecord = {name: value if math.isfinite(value) else None for name, value in values.items()}
         head = {"kind": kind, "job": job, "step": step, "time": self._clock(), "attempt": self._attempt}
         named = {"set": eval_set} if eval_set else {}
-        row: MetricRecord = head | named | (asdict(file_step) if file_step else {}) | numbers
+        fields = head | named | (asdict(file_step) if file_step else {})
+        row = fields | numbers | fields  # the fields come first, and no number replaces one
         self._journal.add(msgspec.json.encode(row))
         for sink in self._sinks:
             sink.write(row)
@@ -202,4 +203,4 @@ def _decode(line: bytes) -> MetricRecord | None:
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     is_row = isinstance(row, dict) and {"kind", "job", "step", "time"} <= row.keys() and row["job"] in _JOBS
-    return row if is_row else None
+    return row if is_row and isinstance(row["step"], int | float) else None

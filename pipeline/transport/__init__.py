@@ -3,6 +3,7 @@
 | module | owns |
 |---|---|
 | `streams` | the protocol, and the waiting that both backends share |
+| `rejections` | what is reported of entries that are no records of their reader's kind |
 | `redis_streams`, `redis_scripts` | streams in Redis; the scripts that run inside it, each one atomic step |
 | `redis_persistence`, `redis_repair` | the data that Redis starts from; the repair of damaged data |
 | `file_streams`, `topic_segments`, `topic_cursors` | streams in files; the files of a topic; its reader's cursor |
@@ -47,7 +48,8 @@ from pipeline.run.paths import AttemptPaths
 from pipeline.topology.plan import World
 from pipeline.transport.async_streams import AsyncStreams
 from pipeline.transport.ending_patience import ShutdownPatience
-from pipeline.transport.streams import Depth, Entry, Reader, Rejected, Streams
+from pipeline.transport.rejections import Rejected
+from pipeline.transport.streams import Depth, Entry, Reader, Streams
 
 __all__ = ["AsyncStreams", "Depth", "Entry", "Reader", "Rejected", "Streams", "connect", "open_streams"]
 

@@ -23,19 +23,20 @@ from pathlib import Path
 from typing import Generic, TypeVar
 from urllib.parse import quote, unquote
 
+from msgspec import structs
+
 from pipeline.errors import DeadlineError, RecordError, StreamError
 from pipeline.run.paths import AttemptPaths, RunPaths
 from pipeline.transport import topic_cursors, topic_segments
 from pipeline.transport.record_wire import R, decode_record
+from pipeline.transport.rejections import Rejected, Rejections
 from pipeline.transport.streams import (
     FIRST_PAUSE,
     LONGEST_PAUSE,
-    REJECTED_BYTES,
     Acknowledging,
     Depth,
     Entry,
     Reader,
-    Rejected,
     Streams,
 )
 from pipeline.transport.topic_cursors import Cursor, CursorFile
@@ -176,7 +177,7 @@ class FileReader(Reader[R], Generic[R]):
     """The reader of one topic; made by `FileStreams.reader`."""
 
     def __init__(self, folder: Path, topic: str, kind: type[R], name: str) -> None:
-        self.topic = topic
+        self.topic, self.rejections = topic, Rejections(topic)
         self._folder, self._kind = folder, kind
         self._file = CursorFile(folder, name)
         self._at = self._low_watermark = self._file.cursor.low_watermark
@@ -218,7 +219,7 @@ class FileReader(Reader[R], Generic[R]):
         try:
             return [_entry(frame, self._kind)]
         except RecordError as error:
-            rejected = Rejected(id=_id(frame), reason=str(error), data=frame.data[:REJECTED_BYTES])
+            rejected = structs.replace(self.rejections.note(frame.data, str(error)), id=_id(frame))
             path = self._folder / "rejected" / f"{rejected.id}.json"
             _patiently(self.topic, lambda: shared_files.write_document(path, rejected))
             self._acknowledged.add(frame.start)
@@ -268,7 +269,7 @@ def _value(path: Path) -> bytes | None:
 
 
 def _rejections(folder: Path) -> list[Path]:
-    return sorted((folder / "rejected").glob("[!.]*"))
+    return sorted((folder / "rejected").glob("[!.]*"), key=lambda path: _position(path.stem))
 
 
 def _id(frame: Frame) -> str:

@@ -16,6 +16,7 @@ from pipeline.transport.sample_records import WIRE_VERSION, Group, PreparedGroup
 
 AnyRecord = Sample | Group | PreparedGroup | Reissue | EvalRequest | EvalResult
 R = TypeVar("R", bound=Record)
+F = TypeVar("F", bound=msgspec.Struct)
 
 _CHECKSUM = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
@@ -30,8 +31,8 @@ def encode_record(record: Record) -> bytes:
 
 def decode_record(data: bytes, kind: type[R]) -> R:
     """The record in `data`, which must be of `kind` and of this version; else `RecordError`."""
-    body = memoryview(data)[_CHECKSUM.size :]
-    if data[: _CHECKSUM.size] != _CHECKSUM.pack(zlib.crc32(body)):
+    body = _body(data)
+    if body is None:
         raise RecordError(f"{len(data)} bytes are no {kind.__name__} record: their checksum differs")
     try:
         record = _decoder.decode(body)
@@ -42,3 +43,18 @@ def decode_record(data: bytes, kind: type[R]) -> R:
     if record.version != WIRE_VERSION:
         raise RecordError(f"{kind.__name__} record of version {record.version}; this code reads version {WIRE_VERSION}")
     return record
+
+
+def decode_fields(data: bytes, fields: type[F]) -> F | None:
+    """The `fields` of bytes whose other parts may be no valid record; None if these cannot be read either."""
+    body = _body(data)
+    try:
+        return None if body is None else msgspec.msgpack.decode(body, type=fields)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def _body(data: bytes) -> memoryview | None:
+    """The msgpack of a record; None if the checksum differs."""
+    body = memoryview(data)[_CHECKSUM.size :]
+    return body if data[: _CHECKSUM.size] == _CHECKSUM.pack(zlib.crc32(body)) else None

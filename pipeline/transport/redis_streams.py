@@ -28,7 +28,8 @@ from redis.retry import Retry
 from pipeline.errors import ImpostorError, RecordError, StreamError, one_line
 from pipeline.transport import redis_scripts as scripts
 from pipeline.transport.record_wire import R, decode_record
-from pipeline.transport.streams import REJECTED_BYTES, Acknowledging, Depth, Entry, Reader, Rejected, Streams
+from pipeline.transport.rejections import Rejected, Rejections
+from pipeline.transport.streams import Acknowledging, Depth, Entry, Reader, Streams
 from pipeline.utils import heartbeat
 from pipeline.utils.fs_retry import FS_OUTAGE_TIMEOUT
 from pipeline.utils.mutual_auth import introduce
@@ -259,7 +260,7 @@ class RedisReader(Reader[R], Generic[R]):
 
     def __init__(self, streams: RedisStreams, topic: str, kind: type[R], name: str) -> None:
         """Take the topic over; `StreamError` when its reader has another name."""
-        self.topic, self.opening = topic, ""
+        self.topic, self.opening, self.rejections = topic, "", Rejections(topic)
         self._streams, self._kind, self._name = streams, kind, name
         self._stream, self._meta = _keys(topic)
         self._refused = ""
@@ -323,8 +324,9 @@ class RedisReader(Reader[R], Generic[R]):
 
     def _reject(self, id: bytes, fields: dict[bytes, bytes], reason: str) -> None:
         data = fields.get(b"d", b"")
+        rejected = self.rejections.note(data, reason)
         keys = [self._stream, self._meta, _rejected(self.topic)]
-        self.run(scripts.REJECT, keys, [self.opening, id, len(data), reason, data[:REJECTED_BYTES]])
+        self.run(scripts.REJECT, keys, [self.opening, id, len(data), reason, rejected.data])
 
 
 _SCRIPTS = (scripts.OPEN, scripts.PUBLISH, scripts.ACKNOWLEDGE, scripts.MARK_READ, scripts.REJECT)

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from pipeline.config.routing_shape import RoutingShape
 from pipeline.errors import RecordError
+from pipeline.run.metric_names import without_run_metrics
 from pipeline.transport.top_tokens import TopTokens, check_rows
 from pipeline.transport.turn_times import TurnTimes
 from pipeline.utils.value_bounds import MAX_REWARD
@@ -344,9 +345,9 @@ finished calls of the task (prompts, tools and rewards). They grow while its epi
 
 
 def mean_metrics(samples: Iterable[Sample]) -> dict[str, float]:
-    """The mean of each of the samples' metrics, over the samples that have it."""
+    """The mean of each of the samples' metrics, over the samples that have it; without names of the run's own."""
     values: dict[str, list[float]] = {}
     for sample in samples:
         for name, value in sample.metrics.items():
             values.setdefault(name, []).append(value)
-    return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
+    return without_run_metrics({name: sum(numbers) / len(numbers) for name, numbers in values.items()})

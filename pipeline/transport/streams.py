@@ -1,6 +1,6 @@
 """The streams' interface, and the waiting that both backends share.
 
-Owns the types (`Entry`, `Depth`, `Rejected`), the two interfaces (`Streams`, `Reader`) and the rule of backpressure: an
+Owns the types (`Entry`, `Depth`), the two interfaces (`Streams`, `Reader`) and the rule of backpressure: an
 append that does not fit is retried after a pause, until it fits, the caller stops, or the deadline passes. A backend
 supplies single exchanges that never wait for room. Must not know Redis or the layout of files.
 """
@@ -16,6 +16,7 @@ import msgspec
 
 from pipeline.errors import StreamError
 from pipeline.transport.record_wire import R, encode_record
+from pipeline.transport.rejections import Rejected, Rejections
 from pipeline.transport.sample_records import Record
 from pipeline.utils.waiting import wait_for
 
@@ -54,18 +55,6 @@ class Depth:
     rejected: int
 
 
-REJECTED_BYTES = 4096
-"""Bytes of a rejected entry that are retained: enough to recognize it."""
-
-
-class Rejected(msgspec.Struct, frozen=True, kw_only=True):
-    """A rejected entry: its id, the reason, and its first `REJECTED_BYTES`."""
-
-    id: str
-    reason: str
-    data: bytes
-
-
 class Reader(ABC, Generic[R]):
     """The one reader of a topic. One thread reads; other threads may acknowledge at the same time.
 
@@ -77,6 +66,7 @@ class Reader(ABC, Generic[R]):
     """
 
     topic: str
+    rejections: Rejections
 
     @abstractmethod
     def read(self, limit: int, seconds: float) -> list[Entry[R]]:
@@ -84,7 +74,7 @@ class Reader(ABC, Generic[R]):
 
         The first calls after opening return the entries that an earlier reader of the topic did not acknowledge. An
         entry that is no record of the reader's kind is rejected with a reason, see `Streams.rejected`, and never
-        delivered.
+        delivered; `rejections` has the group that is lost with it.
         """
 
     @abstractmethod

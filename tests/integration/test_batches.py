@@ -454,6 +454,33 @@ def test_an_actor_whose_groups_are_all_malformed_ends_the_wait_although_it_advan
         batches.next(0)
 
 
+def undecodable(position: int) -> PreparedGroup:
+    odd = structs.replace(prepared(position).group.samples[0], metrics={"won": True})
+    return structs.replace(prepared(position), group=structs.replace(prepared(position).group, samples=(odd,)))
+
+
+def test_a_group_that_cannot_be_decoded_is_issued_again_and_fails_after_three_times(streams: Streams) -> None:
+    streams.publish_many(TOPIC, [undecodable(5), prepared(0), undecodable(0), prepared(1)])
+    batches = batches_of(streams)
+    assert positions(batches.next(0)) == [0, 1]
+    again = [entry.record.position for entry in streams.scan("reissue", Reissue)]
+    assert (again, batches.counts["malformed"]) == ([5], 1)
+    batches.trained(0)
+    streams.publish_many(TOPIC, [undecodable(5), undecodable(5), undecodable(0), prepared(2), prepared(3)])
+    batches.next(1)
+    assert [entry.record.position for entry in streams.scan("reissue", Reissue)] == [5, 5]
+    assert batches.ledger.is_done(5)
+
+
+def test_entries_that_were_rejected_are_named_where_a_batch_is_missed(streams: Streams) -> None:
+    streams.try_append("groups", [b"no group"], None)
+    assert streams.reader("groups", Group, "preprocessor").read(1, 0) == []
+    streams.publish_many(TOPIC, [undecodable(1), undecodable(2)])
+    missed = "set aside meanwhile: 2 malformed; 1 entries of 'groups' rejected, the last: 8 bytes are no Group record"
+    with pytest.raises(DeadlineError, match=f"{missed}.*; 2 entries of 'prepared' rejected, the last: .*`float`"):
+        batches_of(streams, data_seconds=0.2).next(0)
+
+
 def test_the_actor_sees_progress_also_when_nothing_is_trained(streams: Streams) -> None:
     streams.publish_many(TOPIC, [prepared(0, outcome="failed: x"), prepared(1), prepared(2)])
     batches = batches_of(streams)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from aiohttp import web
+from msgspec import structs
 
 from pipeline.config import RunConfig
 from pipeline.roles.preprocessor import attach_references, prepare_group
@@ -147,6 +148,21 @@ def test_bytes_that_are_no_group_are_set_aside(attempt: Attempt, streams: Stream
     publish(streams, range(1))
     attempt.start("preprocessor")
     assert wait_for_positions(streams, 1) == [0]
+    assert streams.depth("groups").rejected == 1
+
+
+def test_a_group_that_cannot_be_decoded_is_passed_on_as_malformed(attempt: Attempt, streams: Streams) -> None:
+    odd = structs.replace(a_sample(1), metrics={"won": True})
+    streams.publish("groups", Group(position=5, prompt=2, samples=(odd,)))
+    publish(streams, range(1))
+    attempt.start("preprocessor")
+    assert sorted(wait_for_positions(streams, 2)) == [0, 5]
+    (malformed,) = [
+        entry.record for entry in streams.scan("prepared", PreparedGroup) if entry.record.group.position == 5
+    ]
+    assert malformed.group == Group(position=5, prompt=2)
+    assert "Expected `float`, got `bool`" in malformed.outcome
+    assert malformed.outcome.startswith("malformed: ")
     assert streams.depth("groups").rejected == 1
 
 

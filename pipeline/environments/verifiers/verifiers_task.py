@@ -194,7 +194,7 @@ def _finished(episode: Episode, report: Mapping[str, Any]) -> Episode:
     parsed = report_from({"reward": report["reward"], "metrics": report["metrics"]})
     if isinstance(parsed, str):
         raise EpisodeError(f"environment failed: {parsed}")
-    return replace(episode, reward=parsed.reward, metrics={**episode.metrics, **parsed.metrics})
+    return replace(episode, reward=parsed.reward, metrics={**parsed.metrics, **episode.metrics})
 
 
 def _run_detached(work: Callable[[], Coroutine[Any, Any, T]]) -> T:

@@ -125,7 +125,7 @@ class Endpoint:
     def episode(self) -> Episode:
         """All completed calls, with the reward and metrics that the agent posted."""
         episode = self._dialogue.episode()
-        return replace(episode, reward=self._report.reward, metrics={**episode.metrics, **self._report.metrics})
+        return replace(episode, reward=self._report.reward, metrics={**self._report.metrics, **episode.metrics})
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:

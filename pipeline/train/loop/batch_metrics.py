@@ -42,7 +42,7 @@ def batch_metrics(groups: Sequence[PreparedGroup], version: int, oldest: int = 0
         "oversample/canceled_samples": float(len(abandoned)),
         "oversample/wasted_fraction": wasted / (used + wasted) if wasted else 0.0,
     }
-    return metrics | _task_metrics(groups) | _lag_metrics(samples, version, oldest) | mean_metrics(samples)
+    return mean_metrics(samples) | metrics | _task_metrics(groups) | _lag_metrics(samples, version, oldest)
 
 
 def _task_metrics(groups: Sequence[PreparedGroup]) -> dict[str, float]:

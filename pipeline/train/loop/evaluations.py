@@ -11,6 +11,7 @@ from typing import Protocol
 
 from pipeline.config import RunConfig
 from pipeline.errors import DeadlineError
+from pipeline.run.metric_names import without_run_metrics
 from pipeline.run.metrics_log import MetricRecord
 from pipeline.train.loop.actor_watch import ActorWatch
 from pipeline.train.loop.group_batches import Pulse
@@ -164,7 +165,8 @@ def metrics_of(result: EvalResult) -> dict[str, float]:
     set: `eval/<label>/accuracy`, `eval/<set>/<label>/accuracy`.
     """
     measured = {"eval/accuracy": result.accuracy, "eval/stderr": result.error}
-    metrics = {name: value for name, value in measured.items() if value is not None} | {
+    metrics = {f"eval/{name}": value for name, value in without_run_metrics(result.metrics).items()}
+    metrics |= {name: value for name, value in measured.items() if value is not None} | {
         "eval/prompts": float(result.prompts),
         "eval/failed": float(result.failed),
         "eval/version_min": float(result.version_min),
@@ -174,7 +176,6 @@ def metrics_of(result: EvalResult) -> dict[str, float]:
     if result.set:
         metrics |= {"eval/samples": float(result.samples), "eval/timed_out": float(result.timed_out)}
     metrics |= {f"eval/pass@{k}": share for k, share in result.pass_at.items()}
-    metrics |= {f"eval/{name}": value for name, value in result.metrics.items()}
     for label, part in result.parts.items():
         own = {"accuracy": part.accuracy, "stderr": part.error, "prompts": part.prompts, "failed": part.failed}
         metrics |= {f"eval/{label}/{name}": float(value) for name, value in own.items() if value is not None}

@@ -27,6 +27,8 @@ from pipeline.transport.staleness import is_refused
 log = logging.getLogger(__name__)
 
 READ_SECONDS = 0.5
+TOPICS = ("groups", "prepared")
+"""The topics on the way of a group to the trainer."""
 MAX_MALFORMED = 3
 """Malformed deliveries after which a position is marked as failed; without a limit it would be reissued forever."""
 
@@ -92,9 +94,21 @@ class GroupBatches:
                 self.actor.arrived()
             elif (stalled := self._stalled_seconds(size)) > self.config.training.data_seconds:
                 discarded = ", ".join(f"{count} {reason}" for reason, count in self.counts.most_common(3)) or "nothing"
-                missing = f"{size - len(self._pending)} of {size} groups; set aside meanwhile: {discarded}"
+                missing = (
+                    f"{size - len(self._pending)} of {size} groups; set aside meanwhile: {discarded}{self._rejected()}"
+                )
                 raise DeadlineError("a batch from the preprocessor", stalled, f"{missing}; {self.actor.describe()}")
         return [entry.record for entry in self._pending.values()]
+
+    def _rejected(self) -> str:
+        """The entries that were no records of their reader's kind, since the run began; empty without any."""
+        texts = []
+        for topic in TOPICS:
+            if reasons := [rejected.reason for rejected in self.streams.rejected(topic)]:
+                texts.append(
+                    f"; {self.streams.depth(topic).rejected} entries of {topic!r} rejected, the last: {reasons[-1]}"
+                )
+        return "".join(texts)
 
     def _stalled_seconds(self, size: int) -> float:
         """Seconds without progress.
@@ -110,6 +124,9 @@ class GroupBatches:
             # Never more than the batch lacks: a group that waits here for a later step would age unseen.
             for entry in self._reader.read(size - len(self._pending), READ_SECONDS):
                 self._take(entry, version)
+            for lost in self._reader.rejections.take():
+                if not (self.ledger.is_done(lost.position) or lost.position in self._pending):
+                    self._refuse(Group(position=lost.position, prompt=lost.prompt), lost.reason, version)
             # Discarded groups are done too. Without this the actor's gate would count them as outstanding and close.
             self.publish_progress(version)
         except StreamError:
@@ -164,7 +181,8 @@ class GroupBatches:
         if self.ledger.is_done(position) or position in self._pending:
             self._discard(entry, "duplicate")
         elif fault := self._fault(prepared):
-            self._refuse(entry, fault, version)
+            self._refuse(prepared.group, fault, version)
+            self._note_consumed(entry)
         elif prepared.outcome != "train" and not self._fills_batch(prepared):
             self._mark_done(prepared.group, prepared.outcome, version)
             self._discard(entry, prepared.outcome)
@@ -205,8 +223,9 @@ class GroupBatches:
             return str(error)
         return ""
 
-    def _refuse(self, entry: Entry[PreparedGroup], fault: str, version: int) -> None:
-        position = entry.record.group.position
+    def _refuse(self, group: Group, fault: str, version: int) -> None:
+        """Have the position of a malformed group sampled again; after `MAX_MALFORMED` times it has failed."""
+        position = group.position
         self._malformed[position] += 1
         times = self._malformed[position]
         log.warning("position %d came malformed (%d of %d): %s", position, times, MAX_MALFORMED, fault)
@@ -214,8 +233,8 @@ class GroupBatches:
             self.streams.publish("reissue", Reissue(position=position, reason=fault))
         else:
             # Its rewards cannot be trusted: it has no samples in the ledger.
-            self._mark_done(structs.replace(entry.record.group, samples=()), f"failed: {MALFORMED}", version)
-        self._discard(entry, MALFORMED)
+            self._mark_done(structs.replace(group, samples=()), f"failed: {MALFORMED}", version)
+        self.counts[MALFORMED] += 1
 
     def _mark_done(self, group: Group, outcome: str, step: int, entry: BatchEntry | None = None) -> None:
         solved = solved_fraction(group, self.config.rollout.curriculum.correct)

@@ -84,7 +84,7 @@ class ReinforcementLearning:
         self._update.measured = not self._agreement.known
         metrics = self._update.run(rows, step)
         batch_statistics = batch_metrics(groups, step, oldest)
-        self._agreement.check(metrics | batch_statistics)
+        self._agreement.check(batch_statistics | metrics)
         self._truncated.note(batch_statistics["samples/truncated"])
         if not self._config.teacher.url:  # with a teacher, its KL term trains even if all rewards are equal
             self._equal.note([[sample.reward for sample in prepared.group.samples] for prepared in groups])
@@ -98,7 +98,7 @@ class ReinforcementLearning:
             "groups/stale": float(discarded["stale"]),
             "groups/zero_variance": zero_variance(groups, dropped=discarded[FILTERED]),
         }
-        return metrics | batch_statistics | timing | counts | replayed
+        return batch_statistics | metrics | timing | counts | replayed
 
     def after_step(self, done: int) -> Mapping[str, float]:
         """Publish the progress and the new weights, and request an evaluation if one is due.

@@ -10,8 +10,8 @@ from pipeline.roles.role_context import RoleContext
 from pipeline.transport import Depth, Streams
 from pipeline.transport.eval_records import EvalRequest
 from pipeline.transport.record_wire import encode_record
-from pipeline.transport.sample_records import Reissue
-from pipeline.transport.streams import REJECTED_BYTES
+from pipeline.transport.rejections import REJECTED_BYTES
+from pipeline.transport.sample_records import Group, Reissue
 from tests.support.streams import BUDGET, Open, big, collect, positions, reader_of, size, small
 
 pytestmark = pytest.mark.integration
@@ -148,6 +148,15 @@ def test_an_entry_of_another_kind_is_set_aside_with_its_reason_and_the_rest_goes
     again = reader_of(another())
     assert positions(again.read(9, 5)) == [0, 1]
     assert len(streams.rejected("reissue")) == 1
+
+
+def test_a_reader_names_the_group_of_an_entry_that_it_cannot_decode(streams: Streams) -> None:
+    odd = Group(position=7, prompt=3, failures=(5,))  # type: ignore[arg-type]
+    streams.publish_many("groups", [odd, Group(position=8, prompt=4)])
+    reader = streams.reader("groups", Group, "preprocessor")
+    assert [entry.record.position for entry in reader.read(9, 5)] == [8]
+    (lost,) = reader.rejections.take()
+    assert (lost.position, lost.prompt, lost.reason) == (7, 3, streams.rejected("groups")[0].reason)
 
 
 def test_of_a_large_entry_that_is_set_aside_the_beginning_is_kept(streams: Streams) -> None:

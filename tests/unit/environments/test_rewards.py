@@ -10,6 +10,7 @@ import pytest
 from pipeline.config import RewardConfig, TaskConfig
 from pipeline.config.model_directory import BUILT_IN
 from pipeline.environments import Completion, Prompt, Task, load_task, user_prompt
+from pipeline.environments.agent_report import AgentReport, parse_report
 from pipeline.environments.chat_template import ChatTemplate
 from pipeline.environments.reward_functions import PartialScore
 from pipeline.environments.rewards import Mixture, Score, check_rewards, load_rewards, names_of
@@ -81,6 +82,17 @@ def test_a_function_of_verl_gets_one_sample_and_its_truth_from_where_verl_keeps_
 def test_the_numbers_of_a_dict_are_metrics_and_its_score_is_the_score() -> None:
     (score,) = scores(reward("verl_dict"), PROMPT, [said("abc")])
     assert score == Score(2.0, {"rewards/verl_dict": 2.0, "rewards/verl_dict/length": 3.0})
+
+
+def test_half_an_emoji_in_the_name_of_a_number_is_its_escape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{HERE}.verl_dict", lambda solution_str: {"score": 1, "half \ud83d": 2})
+    (score,) = scores(reward("verl_dict"), PROMPT, [said("abc")])
+    assert score == Score(1.0, {"rewards/verl_dict": 1.0, "rewards/verl_dict/half \\ud83d": 2.0})
+
+
+def test_half_an_emoji_in_an_agents_report_is_its_escape() -> None:
+    assert parse_report('{"reward": 1, "metrics": {"\\ud83d": 3}}') == AgentReport(1.0, {"\\ud83d": 3.0})
+    assert str(parse_report('{"\\ud83d": 1}')).startswith("the agent's report has the keys \\ud83d: expected")
 
 
 def test_weights_make_one_reward_of_several_functions_and_the_tasks_own() -> None:

@@ -157,6 +157,13 @@ def test_what_was_sampled_is_never_tokenised_again(tmp_path: Path, thought: str)
         ('{"name": "python", "arguments": [[1, 2]]}', "error: no tool call: its arguments are no object, but list"),
         ('"python"', "error: no tool call"),
         ("[" * 100_000, "error: no tool call"),
+        ('{"name": "\\ud83d", "arguments": {}}', "error: no tool call: half of a surrogate pair"),
+        ('{"name": "calculator", "arguments": {"\\uDE00": "1"}}', "error: no tool call: half of a surrogate pair"),
+        ('{"name": "calculator", "arguments": {"expression": ["\\ud83d"]}}', "error: no tool call: half of a"),
+        (
+            '{"name": "calculator", "arguments": {"expression": "\\ud83d\\ude00"}}',
+            ToolCall("calculator", {"expression": "\N{GRINNING FACE}"}),
+        ),
     ],
 )
 def test_a_call_that_cannot_be_made_is_told_to_the_policy(text: str, call: ToolCall | str) -> None:
@@ -219,6 +226,29 @@ def test_a_tool_whose_process_ends_is_told_to_the_policy_and_the_episode_goes_on
     (ended,) = asyncio.run(roll_out(task, calls, chat, servers, Sampling(1.0, 64, 512, 60), asked, 1))
     assert ended.episode is not None
     assert ended.episode.conversation[1]["content"] == "error: tool calculator took too long: more than task.seconds=60"
+
+
+def test_half_an_emoji_in_a_call_or_a_result_is_told_to_the_policy_and_the_episode_goes_on(tmp_path: Path) -> None:
+    class Odd(InlineCalls):
+        async def use(self, prompt: Prompt, name: str, arguments: Any) -> ToolResult | str:
+            return ToolResult("half \ud83d")
+
+    model = bytes_model(tmp_path)
+    task, chat = tools(), ChatTokenizer(model)
+    prompt, end = task.prompt(0), chat.stop_token_ids[0]
+    texts = (
+        '<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "calculator", "arguments": {"expression": "1"}}</tool_call>',
+        "12",
+    )
+    servers = Talking(*([*chat.encode(text), end] for text in texts))
+    asked = RenderedPrompt(prompt, chat.render(prompt.messages, prompt.tools))
+    sampling = Sampling(1.0, 128, 4096, 60)
+    (ended,) = asyncio.run(roll_out(task, Odd(task, model), chat, servers, sampling, asked, 1))
+    assert ended.episode is not None, ended.reason
+    conversation = ended.episode.conversation
+    assert conversation[1]["content"] == "error: no tool call: half of a surrogate pair is no character"
+    assert conversation[3]["content"] == "half \\ud83d"
 
 
 def test_demonstrations_show_calls_and_what_follows_them() -> None:

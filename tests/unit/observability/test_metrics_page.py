@@ -52,7 +52,8 @@ def test_every_number_that_the_trainer_logs_is_on_the_page() -> None:
 
 
 def test_every_number_on_the_page_is_logged() -> None:
-    code = "".join(source.read_text() for source in (ROOT / "pipeline").rglob("*.py"))
+    sources = [source for source in (ROOT / "pipeline").rglob("*.py") if source.name != "metric_names.py"]  # a list
+    code = "".join(source.read_text() for source in sources)
     named = {name for name in documented() if not name.startswith("critic/")}
     derived = {name for name in named if name.endswith(("_max", "_min")) and name not in code}
     assert len(named) > 40

@@ -84,6 +84,22 @@ def test_a_conversation_is_one_row_of_what_was_sampled(qwen: ChatTokenizer) -> N
     assert qwen.decode(policy.seen[1]).startswith(f"{begun}<|im_start|>assistant\none<|im_end|>")
 
 
+def test_a_call_with_half_an_emoji_stays_text_and_its_echo_is_accepted(qwen: ChatTokenizer) -> None:
+    odd = '<tool_call>{"name": "weather", "arguments": {"town": "\\ud83d"}}</tool_call>'
+    policy = Policy(qwen, [odd, "Which town?"])
+
+    async def agent(client: "AsyncAnthropic") -> None:
+        messages = [user("Ulm?")]
+        answer = await client.messages.create(**asked(messages, tools=[WEATHER]))
+        (block,) = answer.content
+        assert (block.type, block.text, answer.stop_reason) == ("text", odd, "end_turn")
+        messages += [{"role": "assistant", "content": answer.content}, user("again")]
+        await client.messages.create(**asked(messages, tools=[WEATHER]))
+
+    _, episode = talk(policy, agent)
+    is_one_row_of(episode, policy)
+
+
 def test_tools_over_two_turns_are_one_row(qwen: ChatTokenizer) -> None:
     policy = Policy(qwen, [f"<think>hm</think>Let me see. {CALL}{CALL}", "It rains."])
 

@@ -45,6 +45,11 @@ def test_a_metric_has_a_value_for_each_set_of_labels(name: str, found: list[floa
     assert values(METRICS % 3, name) == found
 
 
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "?"])
+def test_a_value_that_is_no_finite_number_is_left_out(value: str) -> None:
+    assert values(METRICS % value + METRICS % 3, "num_preemptions_total") == [3.0]
+
+
 def test_the_size_of_a_block_is_among_the_labels_of_a_metric() -> None:
     assert block_size(METRICS % 3) == 16
     labels = 'hash_block_size="None",mamba_block_size="512"'

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from pipeline.config import RunConfig, TaskConfig
 from pipeline.environments import Episode, Policy, Prompt, Task, load_task, user_prompt
 from pipeline.environments.chat_tokenizer import ChatTokenizer
+from pipeline.environments.episode import EpisodeBranch
 from pipeline.errors import RolloutError, TaskError
 from pipeline.rollout.eval_rollouts import Evaluation
 from pipeline.rollout.group_rollout import FailureStreak, GroupBuilder
@@ -17,6 +19,7 @@ from pipeline.rollout.issue_queue import IssueQueue
 from pipeline.rollout.server_pool import InferenceClient
 from pipeline.rollout.time_fractions import TimeFraction
 from pipeline.transport.eval_records import EvalRequest
+from pipeline.transport.record_wire import decode_record, encode_record
 from pipeline.transport.sample_records import Group
 from tests.fakes.configs import make_config
 from tests.fakes.inline_calls import InlineCalls
@@ -281,6 +284,74 @@ def test_what_a_task_does_wrong_is_the_reason_of_each_sample(methods: dict[str, 
     assert group.samples == ()
     assert len(group.failures) in (4, 4 + extra)
     assert all(failure.startswith(reason) for failure in group.failures), group.failures
+
+
+def changed(**fields: Any) -> Callable[..., Any]:
+    """A rollout of one turn, whose episode has other fields."""
+
+    async def rollout(self: Task, prompt: Prompt, policy: Policy) -> Episode:
+        turn = await policy.sample(policy.prompt)
+        return replace(Episode.begin(policy.prompt).append_turn(turn, policy.decode(turn.tokens)), **fields)
+
+    return rollout
+
+
+def sent(group: Group) -> Group:
+    """The group as its reader decodes it."""
+    return decode_record(encode_record(group), Group)
+
+
+@pytest.mark.parametrize("extra", [0, 1])
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"metrics": {"x": None}}, "rollout has a wrong metric: metric x is no number: NoneType None"),
+        ({"metrics": {"x": "3"}}, "rollout has a wrong metric: metric x is no number: str '3'"),
+        ({"metrics": {"x": float("nan")}}, "rollout has a wrong metric: metric x is not finite: nan"),
+        ({"metrics": None}, "rollout cannot be recorded AttributeError: "),
+        ({"tokens": None}, "rollout cannot be recorded TypeError: "),
+        ({"sampled": (0, 1)}, "rollout cannot be recorded IndexError: "),
+        ({"logprobs": (float("nan"),) * 7}, "rollout cannot be recorded RecordError: a log-probability or"),
+        ({"finish": "eos"}, "rollout cannot be recorded RecordError: "),
+        ({"server": None}, "rollout cannot be recorded RecordError: "),
+        ({"version_min": None}, "rollout cannot be recorded TypeError: "),
+        ({"version_max": 1 << 70}, "rollout cannot be recorded OverflowError: "),
+        ({"branches": (EpisodeBranch(5, 1, (3,), (1,), (-0.5,)),)}, "rollout cannot be recorded IndexError: "),
+    ],
+)
+def test_an_episode_that_no_record_can_hold_fails_its_sample_only(
+    fields: dict[str, Any], reason: str, extra: int
+) -> None:
+    group = build(a_task(rollout=changed(**fields)), oversample=extra)
+    assert sent(group) == group
+    assert group.samples == ()
+    assert all(failure.startswith(reason) for failure in group.failures), group.failures
+
+
+def test_every_kind_of_number_is_a_metric_under_a_name_that_can_be_sent() -> None:
+    metrics = {"half \ud83d": 1, "won": True, "small": np.float32(0.5), "large": np.float64(2), 3: np.bool_(True)}
+    group = build(a_task(rollout=changed(metrics=metrics)))
+    assert sent(group) == group
+    expected = {"half \\ud83d": 1.0, "won": 1.0, "small": 0.5, "large": 2.0, "3": 1.0}
+    assert [dict(sample.metrics) for sample in group.samples] == [expected] * 4
+
+
+def half_an_emoji(*_: Any) -> Any:
+    raise ValueError("not found: \ud83d")
+
+
+@pytest.mark.parametrize("method", ["prompt", "rollout", "reward"])
+def test_half_an_emoji_in_an_error_is_an_escape_in_its_reason(method: str) -> None:
+    group = build(a_task(**{method: half_an_emoji}))
+    assert sent(group) == group
+    assert group.failures == (f"{method} raised ValueError: not found: \\ud83d",) * 4
+
+
+def test_an_episode_that_no_record_can_hold_does_not_end_an_evaluation() -> None:
+    task = a_task(rollout=changed(metrics={"x": None}))
+    evaluation = Evaluation(task, InlineCalls(task), CHAT, Answering(), config())
+    result = asyncio.run(evaluation.run(EvalRequest(id="e", policy_version=6)))
+    assert (result.accuracy, result.failed, result.prompts) == (None, 2, 2)
 
 
 def test_the_last_token_of_the_vocabulary_is_no_foreign_one() -> None:

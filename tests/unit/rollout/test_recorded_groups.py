@@ -123,6 +123,23 @@ def test_samples_that_are_not_the_trained_ones_are_refused(run: FakeRun) -> None
         RecordedRun(run.paths).batch(1)
 
 
+def test_a_damaged_line_of_the_ledger_costs_its_position(run: FakeRun, caplog: pytest.LogCaptureFixture) -> None:
+    lines = run.paths.ledger.read_bytes().splitlines(keepends=True)
+    filtered = next(index for index, line in enumerate(lines) if b'"position":4,' in line)
+    lines[filtered] = b'{"position":4,"outco' + bytes(20) + b"\n"
+    run.paths.ledger.write_bytes(b"".join(lines))
+    RecordedRun(run.paths).check(replay_of(run))
+    assert [record.message for record in caplog.records] == [
+        f"{run.paths.ledger}: 1 lines cannot be read and are left out"
+    ]
+    trained = next(index for index, line in enumerate(lines) if b'"position":9,' in line)
+    lines[trained] = b"\xff" + lines[trained]
+    run.paths.ledger.write_bytes(b"".join(lines))
+    text = refusal(replay_of(run))
+    assert "ledger.jsonl has 1 of the 2 positions of step 5; training.steps=4 replays the steps before it" in text
+    RecordedRun(run.paths).check(replay_of(run, training={"steps": 4}))
+
+
 def test_more_steps_than_were_recorded_are_refused(run: FakeRun) -> None:
     assert f"training.steps=7: expected at most {STEPS}" in refusal(replay_of(run, training={"steps": 7}))
 

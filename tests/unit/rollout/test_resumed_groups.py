@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 
@@ -197,6 +198,24 @@ def test_a_task_that_refuses_begins_again_but_keeps_the_episodes_that_ended(tmp_
         again, _ = await whole(tmp_path, task, server)
         assert again.samples == group.samples, "both have ended, and nothing was dropped"
         assert again.reused == sampled(group)
+
+    run(story())
+
+
+@pytest.mark.parametrize("entry", [b"\xc1", b"\xa1\xff", msgspec.msgpack.encode({"type": "ended", "episode": 3})])
+def test_a_sample_whose_recorded_episode_cannot_be_read_begins_again(
+    tmp_path: Path, entry: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story() -> None:
+        server, task = Policyfake(), Dialogue()
+        task.replays = False
+        group, _ = await whole(tmp_path, task, server)
+        with EpisodeJournal(tmp_path, 1 << 20) as journal:
+            journal.add(POSITION, 0, 9, entry)
+        for warnings in (1, 1):
+            again, _ = await whole(tmp_path, task, server)
+            assert again.samples[1] == group.samples[1] != again.samples[0]
+            assert sum("sample 0 of position 5 is sampled again" in one.message for one in caplog.records) == warnings
 
     run(story())
 

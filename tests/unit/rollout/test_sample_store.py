@@ -181,6 +181,18 @@ def test_a_disk_that_fails_costs_samples_and_one_warning(tmp_path: Path, caplog:
     assert len([record for record in caplog.records if "samples are not stored" in record.message]) == 1
 
 
+def test_a_sample_that_does_not_fit_its_columns_costs_itself_and_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    odd = PreparedGroup(group=Group(position=8, prompt=2, samples=(a_sample(turns=1 << 40),)), advantages=(0.0,))
+    with caplog.at_level(logging.WARNING), SampleStore(tmp_path, "a-0", 1 << 20) as kept:
+        for group in (a_group(7), odd, a_group(9)):
+            kept.add(records_of_group(group, "countdown", "group"))
+    assert [row["position"] for row in written(tmp_path)] == [7] * 3 + [9] * 3
+    assert kept.dropped == 1
+    assert len([record for record in caplog.records if "samples are not stored" in record.message]) == 1
+
+
 def test_what_was_handed_over_is_on_disk_before_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SEGMENT_SECONDS", 0.1)
     with SampleStore(tmp_path, "a-0", 1 << 20) as kept:

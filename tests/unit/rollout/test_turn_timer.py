@@ -18,7 +18,7 @@ from pipeline.environments.rewards import Score
 from pipeline.environments.task_calls import RenderedPrompt
 from pipeline.rollout.episode_record import Ended
 from pipeline.rollout.rollout_policy import Sampling
-from pipeline.rollout.sample_rollout import roll_out, to_sample
+from pipeline.rollout.sample_rollout import roll_out
 from pipeline.rollout.sample_store import SampleStore, record_bytes, records_of_evaluation, segments
 from pipeline.rollout.turn_timer import TurnTimer
 from pipeline.transport.record_wire import decode_record, encode_record
@@ -144,8 +144,9 @@ def an_episode_with_a_tool() -> Sample:
             rendered = RenderedPrompt(prompt, CHAT.render(prompt.messages, prompt.tools))
             sampling = Sampling(1.0, 64, 256, 60)
             (ended,) = await roll_out(task, InlineCalls(task, TINY_TEXT), CHAT, client, sampling, rendered, 1)
-            assert ended.episode is not None
-            return to_sample(ended.episode, Score(1.0), ended.seconds, ended.turn_times)
+            sample = ended.scored(Score(1.0))
+            assert isinstance(sample, Sample), sample
+            return sample
 
     return asyncio.run(asyncio.wait_for(played(), 60))
 
