@@ -1,8 +1,8 @@
 """The names of the run's own metrics, which no sample can report.
 
 Owns the rule for the metrics of samples, which tasks, agents and reward functions name as they like: a name of the
-run's own metrics, or one in a namespace of them, is dropped with a warning. Else an agent could report the accuracy of
-an evaluation, or the step of a record. Pure, except for the warning.
+run's own metrics, or one in a namespace of them, is recorded below `task/`, with a warning. Else an agent could report
+the accuracy of an evaluation, or the step of a record. Pure, except for the warning.
 """
 
 import logging
@@ -37,15 +37,15 @@ def is_run_metric(name: str) -> bool:
     return name in NAMES or name.startswith(PASS_AT) or bool(slash and namespace in NAMESPACES)
 
 
-def without_run_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of samples whose names are not the run's own. Warns once for each other name or its namespace."""
+def below_task(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of samples, with a name of the run's own below `task/`. Warns once for each such name or namespace.
+
+    >>> below_task({"accuracy": 0.5, "moves": 3.0})
+    {'task/accuracy': 0.5, 'moves': 3.0}
+    """
     for name in filter(is_run_metric, metrics):
         known = name if name in NAMES else name.partition("/")[0]
         if known not in _warned:
             _warned.add(known)
-            log.warning(
-                "the metric %s of a task, an agent or a reward function is dropped: the run has its own of that name; "
-                "rename it",
-                name,
-            )
-    return {name: value for name, value in metrics.items() if not is_run_metric(name)}
+            log.warning("the metric %s of samples is recorded as task/%s: the run has its own of that name", name, name)
+    return {f"task/{name}" if is_run_metric(name) else name: value for name, value in metrics.items()}

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from pipeline.config.routing_shape import RoutingShape
 from pipeline.errors import RecordError
-from pipeline.run.metric_names import without_run_metrics
+from pipeline.run.metric_names import below_task
 from pipeline.transport.top_tokens import TopTokens, check_rows
 from pipeline.transport.turn_times import TurnTimes
 from pipeline.utils.value_bounds import MAX_REWARD
@@ -350,4 +350,4 @@ def mean_metrics(samples: Iterable[Sample]) -> dict[str, float]:
     for sample in samples:
         for name, value in sample.metrics.items():
             values.setdefault(name, []).append(value)
-    return without_run_metrics({name: sum(numbers) / len(numbers) for name, numbers in values.items()})
+    return below_task({name: sum(numbers) / len(numbers) for name, numbers in values.items()})

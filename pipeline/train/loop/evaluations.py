@@ -11,7 +11,7 @@ from typing import Protocol
 
 from pipeline.config import RunConfig
 from pipeline.errors import DeadlineError
-from pipeline.run.metric_names import without_run_metrics
+from pipeline.run.metric_names import below_task
 from pipeline.run.metrics_log import MetricRecord
 from pipeline.train.loop.actor_watch import ActorWatch
 from pipeline.train.loop.group_batches import Pulse
@@ -165,7 +165,7 @@ def metrics_of(result: EvalResult) -> dict[str, float]:
     set: `eval/<label>/accuracy`, `eval/<set>/<label>/accuracy`.
     """
     measured = {"eval/accuracy": result.accuracy, "eval/stderr": result.error}
-    metrics = {f"eval/{name}": value for name, value in without_run_metrics(result.metrics).items()}
+    metrics = {f"eval/{name}": value for name, value in below_task(result.metrics).items()}
     metrics |= {name: value for name, value in measured.items() if value is not None} | {
         "eval/prompts": float(result.prompts),
         "eval/failed": float(result.failed),

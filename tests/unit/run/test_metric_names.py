@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.environments.agent_report import AgentReport, parse_report
 from pipeline.run import metric_names
-from pipeline.run.metric_names import is_run_metric, without_run_metrics
+from pipeline.run.metric_names import below_task, is_run_metric
 from pipeline.run.metrics_log import MetricSinks, read_rows, roll_back
 from pipeline.train.loop.batch_metrics import batch_metrics
 from pipeline.train.loop.evaluations import metrics_of
@@ -45,6 +45,7 @@ def test_a_sample_reports_none_of_the_runs_own_metrics() -> None:
     assert (metrics["reward/mean"], metrics["samples"], metrics["samples/truncated"]) == (1, 1, 0)
     assert (metrics["steps"], metrics["rewards/exact"]) == (20, 0.5)
     assert not {"accuracy", "failed"} & metrics.keys()
+    assert (metrics["task/reward/mean"], metrics["task/accuracy"]) == (-3, 0.25)
 
 
 @pytest.mark.parametrize("accuracy", [1.0, None])
@@ -65,6 +66,7 @@ def test_a_sample_reports_no_accuracy_of_an_evaluation(accuracy: float | None) -
     assert (metrics["eval/failed"], metrics["eval/seconds"], metrics["eval/steps"]) == (0, 2, 20)
     assert metrics["eval/sums/accuracy"] == 0.5
     assert not {"eval/stderr", "eval/pass@1"} & metrics.keys()
+    assert (metrics["eval/task/accuracy"], metrics["eval/task/stderr"]) == (0.25, 0.1)
 
 
 def test_the_fields_of_a_record_are_no_numbers_of_a_step(tmp_path: Path) -> None:
@@ -87,10 +89,11 @@ def test_a_record_whose_step_is_no_number_is_no_record(tmp_path: Path) -> None:
     assert roll_back(path, "rl", 2) == 1
 
 
-def test_a_dropped_name_is_in_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_renamed_metric_is_in_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    renamed = {"task/step": 1.0, "task/reward/mean": 2.0, "task/reward/a": 2.0, "own": 3.0}
     for _ in range(2):
-        assert without_run_metrics({"step": 1.0, "reward/mean": 2.0, "reward/a": 2.0, "own": 3.0}) == {"own": 3.0}
-    assert [record.message.split(" of a task")[0] for record in caplog.records] == [
+        assert below_task({"step": 1.0, "reward/mean": 2.0, "reward/a": 2.0, "own": 3.0}) == renamed
+    assert [record.message.split(" of samples")[0] for record in caplog.records] == [
         "the metric step",
         "the metric reward/mean",
     ]
@@ -100,4 +103,4 @@ def test_an_agents_metrics_are_means_under_its_names() -> None:
     report = parse_report('{"reward": 1, "metrics": {"steps": 7, "step": 20}}')
     assert isinstance(report, AgentReport)
     samples = [a_sample(metrics=dict(report.metrics)), a_sample(metrics={"steps": 5.0})]
-    assert mean_metrics(samples) == {"steps": 6.0}
+    assert mean_metrics(samples) == {"steps": 6.0, "task/step": 20.0}
