@@ -1,10 +1,13 @@
 """Weights & Biases (https://wandb.ai).
 
-In offline mode wandb uses no network, and all of its files are below the run's tracking folder. No other module imports
-wandb.
+In offline mode wandb uses no network, and all of its files are below the run's tracking folder. wandb writes its file
+in blocks, so a killed process leaves an incomplete last record, at which `wandb sync` stops, and loses the rows of that
+block. Therefore each start, and each rollback, replaces the folder by a new one with all rows of `metrics.jsonl`. No
+other module imports wandb.
 """
 
 import shlex
+import shutil
 from collections.abc import Mapping
 from netrc import NetrcParseError, netrc
 from pathlib import Path
@@ -17,13 +20,16 @@ from pipeline.tracking import tracker_protocol
 from pipeline.tracking.tracker_protocol import Mode, numbers_of
 
 START_SECONDS = 60.0
+_FOLDERS = "offline-run-*"
 _QUIET = {"x_disable_stats": True, "x_disable_meta": True, "x_save_requirements": False, "disable_git": True}
 
 
 class Tracker(tracker_protocol.Tracker):
-    """One wandb run, whose step axis is the run's step. Each step is logged once, since wandb cannot roll back."""
+    """One wandb run, whose step axis is the run's step. Online, wandb cannot roll back: each step is logged once."""
 
     package = "wandb"
+    project_pattern = r"[^/\\#?%:]{1,128}"
+    project_rule = "at most 128 characters, none of them `/`, `\\`, `#`, `?`, `%` or `:`"
 
     @staticmethod
     def has_login(variables: Mapping[str, str], home: Path) -> bool:
@@ -44,38 +50,54 @@ class Tracker(tracker_protocol.Tracker):
 
     @staticmethod
     def upload_command(paths: RunPaths) -> str:
-        """One command for the folders of all attempts."""
+        """The command for the folder of the newest attempt, which has the rows of all attempts."""
         folder = paths.tracking / "wandb"
-        return f"wandb sync {shlex.quote(str(folder))}/offline-run-*" if any(folder.glob("offline-run-*")) else ""
+        return f"wandb sync {shlex.quote(str(folder))}/{_FOLDERS}" if any(folder.glob(_FOLDERS)) else ""
 
     def __init__(self, config: RunConfig, run_id: str, folder: Path, mode: Mode) -> None:
+        self._config, self._run_id, self._folder, self._mode = config, run_id, folder, mode
+        self._is_online = mode == "online"
+        self._run: Any = self._start() if self._is_online else None
+
+    def _start(self) -> Any:
         import wandb
 
-        self._is_online = mode == "online"
         quiet = {} if self._is_online else _QUIET
-        self._run: Any = wandb.init(
-            project=config.tracking.project,
-            id=run_id,
-            name=config.name,
-            mode=mode,
+        run = wandb.init(
+            project=self._config.tracking.project,
+            id=self._run_id,
+            name=self._config.name,
+            mode=self._mode,
             resume="allow" if self._is_online else None,
-            dir=str(folder),
-            config=config.model_dump(mode="json"),
+            dir=str(self._folder),
+            config=self._config.model_dump(mode="json"),
             settings=wandb.Settings(console="off", silent=True, init_timeout=START_SECONDS, **quiet),
         )
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
         for job in ("sft", "preference"):
-            self._run.define_metric(f"{job}/*", step_metric=f"{job}/step")
+            run.define_metric(f"{job}/*", step_metric=f"{job}/step")
+        return run
+
+    def start_over(self) -> bool:
+        """Offline, replace the folders of all attempts by a new one."""
+        if self._is_online:
+            return False
+        self.finish()
+        for folder in (self._folder / "wandb").glob(_FOLDERS):
+            shutil.rmtree(folder)
+        self._run = self._start()
+        return True
 
     @property
     def received(self) -> int | None:
-        """wandb counts the rows that it has received; offline it knows nothing of earlier attempts."""
+        """wandb counts the rows that it has received; offline it starts over."""
         return int(self._run.starting_step) if self._is_online else None
 
     def log(self, row: MetricRecord, number: int) -> None:
-        # Offline each attempt would start at 0, and rows with equal numbers would collide in the upload.
+        # A training step and its evaluation are two rows of one step, so wandb's own step is the number of the row.
         self._run.log(numbers_of(row), **({} if self._is_online else {"step": number}))
 
     def finish(self) -> None:
-        self._run.finish()
+        if self._run is not None:
+            self._run.finish()
