@@ -91,6 +91,28 @@ def kill_at_work(run: FakeRun, steps: int) -> None:
     metrics.close()
 
 
+def sync(command: str, folder: Path, server: WandbServer) -> None:
+    variables = {**os.environ, "HOME": str(folder), **server.variables()}
+    variables["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    subprocess.run(
+        command, shell=True, cwd=folder, env=variables, check=True, timeout=WAIT_SECONDS, capture_output=True
+    )
+
+
+def test_rows_of_attempts_after_an_upload_are_added_by_the_next_one(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    command = f"wandb sync {run.paths.tracking}/wandb/offline-run-*"
+    with WandbServer() as server:
+        for restart, (steps, is_uploaded) in enumerate([(3, True), (5, False), (7, True)]):
+            sinks = tracking_sinks(run.config, attempt_of(run, f"12-{restart}"), {"HOME": str(tmp_path)}, seconds=60)
+            with MetricSinks(run.paths.metrics, f"12-{restart}", sinks) as metrics:
+                for step in range(steps - 2, steps + 1):
+                    metrics.log("train", "rl", step, {"reward/mean": 0.5})
+            if is_uploaded:
+                sync(command, tmp_path, server)
+    assert [row["step"] for row in server.history(run.identity.run_id)] == [1, 2, 3, 4, 5, 6, 7]
+
+
 def test_what_was_kept_offline_is_synced_as_one_run_with_each_step_once(tmp_path: Path) -> None:
     """By the command that docs/metrics.md names, after a kill and a rollback: the numbers of the current weights."""
     run = a_run(tmp_path)
@@ -107,11 +129,7 @@ def test_what_was_kept_offline_is_synced_as_one_run_with_each_step_once(tmp_path
     command = log.strip().splitlines()[-1].partition("to upload this run: ")[2]
     assert command == f"wandb sync {run.paths.tracking}/wandb/offline-run-*"
     with WandbServer() as server:
-        variables = {**os.environ, "HOME": str(tmp_path), **server.variables()}
-        variables["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        subprocess.run(
-            command, shell=True, cwd=tmp_path, env=variables, check=True, timeout=WAIT_SECONDS, capture_output=True
-        )
+        sync(command, tmp_path, server)
     assert list(server.files) == [run.identity.run_id]
     history = server.history(run.identity.run_id)
     trained = [(row["step"], row["reward/mean"]) for row in history if "reward/mean" in row]

@@ -1,8 +1,8 @@
 """SwanLab (https://swanlab.cn).
 
 In offline mode SwanLab uses no network, and its files are in `tracking/swanlab/` of the run directory. SwanLab buffers
-its file, so a killed process loses its last rows. Therefore each start, and each rollback, replaces the folder by a new
-one with all rows of `metrics.jsonl`. No other module imports swanlab.
+its file, so a killed process loses its last rows. Therefore each attempt replaces the folder by a new one with all
+rows of `metrics.jsonl`. No other module imports swanlab.
 """
 
 import shlex
@@ -44,36 +44,30 @@ class Tracker(tracker_protocol.Tracker):
         return f"swanlab sync {shlex.quote(str(folder))}/{_FOLDERS}" if any(folder.glob(_FOLDERS)) else ""
 
     def __init__(self, config: RunConfig, run_id: str, folder: Path, mode: Mode) -> None:
-        self._config, self._run_id, self._folder, self._mode = config, run_id, folder / "swanlab", mode
-        self._run: Any = self._start() if mode == "online" else None
-
-    def _start(self) -> Any:
         import swanlab
 
-        self._folder.mkdir(parents=True, exist_ok=True)
-        return swanlab.init(
-            project=self._config.tracking.project,
-            name=self._config.name,
-            log_dir=str(self._folder),
-            mode=self._mode,
-            config=self._config.model_dump(mode="json"),
-            id=self._run_id,
+        self._is_online = mode == "online"
+        (folder / "swanlab").mkdir(parents=True, exist_ok=True)
+        if not self._is_online:
+            for old in (folder / "swanlab").glob(_FOLDERS):
+                shutil.rmtree(old)
+        self._run: Any = swanlab.init(
+            project=config.tracking.project,
+            name=config.name,
+            log_dir=str(folder / "swanlab"),
+            mode=mode,
+            config=config.model_dump(mode="json"),
+            id=run_id,
             resume="allow",
         )
 
-    def start_over(self) -> bool:
-        """Offline, replace the folders of all attempts by a new one."""
-        if self._mode == "online":
-            return False
-        self.finish()
-        for folder in self._folder.glob(_FOLDERS):
-            shutil.rmtree(folder)
-        self._run = self._start()
-        return True
+    @property
+    def received(self) -> int | None:
+        """Offline none, so that all rows are logged to the new folder; an upload skips steps that the service has."""
+        return None if self._is_online else 0
 
     def log(self, row: MetricRecord, number: int) -> None:
         self._run.log({name: float(value) for name, value in metrics_of(row).items()}, step=row["step"])
 
     def finish(self) -> None:
-        if self._run is not None:
-            self._run.finish()
+        self._run.finish()

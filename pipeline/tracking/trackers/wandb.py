@@ -2,8 +2,8 @@
 
 In offline mode wandb uses no network, and all of its files are below the run's tracking folder. wandb writes its file
 in blocks, so a killed process leaves an incomplete last record, at which `wandb sync` stops, and loses the rows of that
-block. Therefore each start, and each rollback, replaces the folder by a new one with all rows of `metrics.jsonl`. No
-other module imports wandb.
+block. Therefore an attempt replaces the folders that were not uploaded by a new one, with their rows from
+`metrics.jsonl`. No other module imports wandb.
 """
 
 import shlex
@@ -21,6 +21,8 @@ from pipeline.tracking.tracker_protocol import Mode, numbers_of
 
 START_SECONDS = 60.0
 _FOLDERS = "offline-run-*"
+_FIRST_ROW = "rollcall-first-row"
+"""A file in a folder with the number of its first row among all rows of the run."""
 _QUIET = {"x_disable_stats": True, "x_disable_meta": True, "x_save_requirements": False, "disable_git": True}
 
 
@@ -50,54 +52,58 @@ class Tracker(tracker_protocol.Tracker):
 
     @staticmethod
     def upload_command(paths: RunPaths) -> str:
-        """The command for the folder of the newest attempt, which has the rows of all attempts."""
+        """One command for all folders; wandb leaves out those that it has uploaded."""
         folder = paths.tracking / "wandb"
         return f"wandb sync {shlex.quote(str(folder))}/{_FOLDERS}" if any(folder.glob(_FOLDERS)) else ""
 
     def __init__(self, config: RunConfig, run_id: str, folder: Path, mode: Mode) -> None:
-        self._config, self._run_id, self._folder, self._mode = config, run_id, folder, mode
-        self._is_online = mode == "online"
-        self._run: Any = self._start() if self._is_online else None
-
-    def _start(self) -> Any:
         import wandb
 
+        self._folder, self._is_online, self._is_new = folder / "wandb", mode == "online", True
+        self._received = None if self._is_online else _drop_unsynced(self._folder)
+        self._known = set(self._folder.glob(_FOLDERS))
         quiet = {} if self._is_online else _QUIET
-        run = wandb.init(
-            project=self._config.tracking.project,
-            id=self._run_id,
-            name=self._config.name,
-            mode=self._mode,
+        self._run: Any = wandb.init(
+            project=config.tracking.project,
+            id=run_id,
+            name=config.name,
+            mode=mode,
             resume="allow" if self._is_online else None,
-            dir=str(self._folder),
-            config=self._config.model_dump(mode="json"),
+            dir=str(folder),
+            config=config.model_dump(mode="json"),
             settings=wandb.Settings(console="off", silent=True, init_timeout=START_SECONDS, **quiet),
         )
-        run.define_metric("step")
-        run.define_metric("*", step_metric="step")
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
         for job in ("sft", "preference"):
-            run.define_metric(f"{job}/*", step_metric=f"{job}/step")
-        return run
-
-    def start_over(self) -> bool:
-        """Offline, replace the folders of all attempts by a new one."""
-        if self._is_online:
-            return False
-        self.finish()
-        for folder in (self._folder / "wandb").glob(_FOLDERS):
-            shutil.rmtree(folder)
-        self._run = self._start()
-        return True
+            self._run.define_metric(f"{job}/*", step_metric=f"{job}/step")
 
     @property
     def received(self) -> int | None:
-        """wandb counts the rows that it has received; offline it starts over."""
-        return int(self._run.starting_step) if self._is_online else None
+        """wandb counts the rows that it has received; offline, those of the folders that were kept."""
+        return int(self._run.starting_step) if self._is_online else self._received
 
     def log(self, row: MetricRecord, number: int) -> None:
-        # A training step and its evaluation are two rows of one step, so wandb's own step is the number of the row.
+        if self._is_new:
+            self._is_new = False
+            for folder in set(self._folder.glob(_FOLDERS)) - self._known:
+                (folder / _FIRST_ROW).write_text(str(number))
+        # Offline each attempt would start at 0, and rows with equal numbers would collide in the upload.
         self._run.log(numbers_of(row), **({} if self._is_online else {"step": number}))
 
     def finish(self) -> None:
-        if self._run is not None:
-            self._run.finish()
+        self._run.finish()
+
+
+def _drop_unsynced(folder: Path) -> int | None:
+    """Remove the folders that `wandb sync` has not uploaded. Returns the number of rows before them, if any had rows.
+
+    An uploaded folder stays: the service appends the rows of a later folder to its own.
+    """
+    firsts = []
+    for old in folder.glob(_FOLDERS):
+        if not any(old.glob("*.wandb.synced")):
+            if (first := old / _FIRST_ROW).exists():
+                firsts.append(int(first.read_text()))
+            shutil.rmtree(old)
+    return min(firsts, default=None)
