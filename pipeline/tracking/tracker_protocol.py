@@ -92,8 +92,13 @@ def metrics_of(row: MetricRecord) -> dict[str, float]:
 
 
 def numbers_of(row: MetricRecord) -> dict[str, float]:
-    """The same with the step axis among the numbers: `step`, for rows of SFT `sft/step`."""
-    return metrics_of(row) | {f"{_prefix(row)}step": row["step"]}
+    """The same with the step axis among the numbers."""
+    return metrics_of(row) | {axis_of(row): row["step"]}
+
+
+def axis_of(row: MetricRecord) -> str:
+    """The name of the step axis: `step`, for rows of SFT `sft/step`."""
+    return f"{_prefix(row)}step"
 
 
 def _prefix(row: MetricRecord) -> str:

@@ -72,6 +72,26 @@ def test_offline_keeps_one_folder_with_the_runs_id_for_all_attempts(tmp_path: Pa
     assert list(home.iterdir()) == [], "wandb writes below the tracking folder only"
 
 
+def test_rows_of_sft_have_their_own_step_axis(tmp_path: Path) -> None:
+    run = a_run(tmp_path, mode="online")
+    with WandbServer() as server:
+        variables = {"HOME": str(tmp_path), **server.variables()}
+        sinks = tracking_sinks(run.config, attempt_of(run, "12-0"), variables, seconds=60)
+        with MetricSinks(run.paths.metrics, "12-0", sinks) as metrics:
+            metrics.log("eval", "rl", 0, {"eval/accuracy": 0.5})
+            metrics.log("train", "sft", 1, {"loss": 1.0})
+            metrics.log("train", "rl", 1, {"loss": 0.5})
+    rows = [
+        {name: value for name, value in row.items() if not name.startswith("_")}
+        for row in server.history(run.identity.run_id)
+    ]
+    assert rows == [
+        {"eval/accuracy": 0.5, "step": 0},
+        {"sft/loss": 1.0, "sft/step": 1},
+        {"loss": 0.5, "step": 1},
+    ]
+
+
 def kill_at_work(run: FakeRun, steps: int) -> None:
     """An attempt whose wandb is killed with all its processes in the middle of a row, as by the end of a Slurm job."""
     (sink,) = tracking_sinks(run.config, attempt_of(run, "12-0"), {**os.environ}, seconds=60)

@@ -17,7 +17,7 @@ from pipeline.config import RunConfig
 from pipeline.run.metrics_log import MetricRecord
 from pipeline.run.paths import RunPaths
 from pipeline.tracking import tracker_protocol
-from pipeline.tracking.tracker_protocol import Mode, numbers_of
+from pipeline.tracking.tracker_protocol import Mode, axis_of, metrics_of, numbers_of
 
 START_SECONDS = 60.0
 _FOLDERS = "offline-run-*"
@@ -73,10 +73,7 @@ class Tracker(tracker_protocol.Tracker):
             config=config.model_dump(mode="json"),
             settings=wandb.Settings(console="off", silent=True, init_timeout=START_SECONDS, **quiet),
         )
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
-        for job in ("sft", "preference"):
-            self._run.define_metric(f"{job}/*", step_metric=f"{job}/step")
+        self._named: set[str] = set()
 
     @property
     def received(self) -> int | None:
@@ -88,8 +85,17 @@ class Tracker(tracker_protocol.Tracker):
             self._is_new = False
             for folder in set(self._folder.glob(_FOLDERS)) - self._known:
                 (folder / _FIRST_ROW).write_text(str(number))
+        self._define_axes(row)
         # Offline each attempt would start at 0, and rows with equal numbers would collide in the upload.
         self._run.log(numbers_of(row), **({} if self._is_online else {"step": number}))
+
+    def _define_axes(self, row: MetricRecord) -> None:
+        """Give each new name its axis. By a pattern `*`, wandb would add the RL axis to rows of SFT too."""
+        axis = axis_of(row)
+        for name in (axis, *metrics_of(row)):
+            if name not in self._named:
+                self._named.add(name)
+                self._run.define_metric(name, step_metric=None if name == axis else axis)
 
     def finish(self) -> None:
         self._run.finish()
