@@ -122,7 +122,10 @@ def tracker_class(name: str) -> type[Tracker]:
 def check_trackers(config: RunConfig) -> None:
     """`ConfigError` if the config names a tracker that does not exist, whose package is not installed, or which refuses
     the name of the project."""
-    for name in config.tracking.trackers:
+    names = config.tracking.trackers
+    if repeated := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise ConfigError("tracking.trackers", list(names), "each name once", f"leave out one {repeated[0]}")
+    for name in names:
         kind = tracker_class(name)
         if not re.fullmatch(kind.project_pattern, config.tracking.project):
             raise ConfigError("tracking.project", config.tracking.project, f"{kind.project_rule}, for {name}")

@@ -39,6 +39,11 @@ def test_an_unknown_tracker_is_refused_with_the_nearest_name() -> None:
     assert str(refused.value) == f"tracking.trackers='wandbb': {expected}"
 
 
+def test_a_tracker_that_is_named_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expected each name once; leave out one wandb"):
+        check_trackers(make_config(tracking={"trackers": ["wandb", "wandb"]}))
+
+
 @pytest.mark.parametrize("setting", ["online", "offline"])
 def test_a_mode_that_is_set_is_taken_whatever_the_login(setting: str, tmp_path: Path) -> None:
     for variables in ({}, {"WANDB_API_KEY": "key"}):
