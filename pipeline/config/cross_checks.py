@@ -237,6 +237,18 @@ def _changed_keys_are_read(config: RunConfig) -> None:
         raise ConfigError(key, value, expected, f"set that or leave it out, or set {reader}")
 
 
+def _preferences_are_trained(config: RunConfig) -> None:
+    """Keys of preference training are unread in a run of SFT or RL."""
+    if config.has_preference or config.evaluation.only or config.serve.enabled or config.training.jobs:
+        return
+    for name in type(config.preference).model_fields:
+        key = f"preference.{name}"
+        value, default = value_of(config, key), default_of(key)
+        if value != default:
+            expected = f"its default ({default!r}) without preference training"
+            raise ConfigError(key, value, expected, "set that or leave it out, or set preference.epochs")
+
+
 def _adapters_are_there(config: RunConfig) -> None:
     lora = config.model.lora
     if lora.merge and lora.adapter and config.evaluation.only:
@@ -335,6 +347,7 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     check_queue_keys,
     _hetjob_needs_aux_nodes,
     _changed_keys_are_read,
+    _preferences_are_trained,
     correction_has_old_logprobs,
     kl_has_a_gradient,
     teacher_is_used,

@@ -4,6 +4,7 @@
 """
 
 import difflib
+import re
 from collections.abc import Collection
 from types import UnionType
 from typing import Annotated, Any, get_args, get_origin
@@ -92,6 +93,12 @@ def expected_value(details: ErrorDetails) -> str:
     return expected
 
 
+def _closest_choice(word: str, choices: list[str], meaning: str) -> str:
+    """`closest_match`, or the choice that the meaning explains by this word, such as "`sigmoid`: DPO"."""
+    explained = re.search(rf"`([^`]+)`: {re.escape(word)}\b", meaning, re.IGNORECASE)
+    return f"did you mean {explained[1]}?" if explained and explained[1] in choices else closest_match(word, choices)
+
+
 def _config_error(details: ErrorDetails) -> ConfigError:
     # pydantic appends "[key]" to the location of a mapping's invalid key.
     key = ".".join(str(part) for part in details["loc"] if part != "[key]")
@@ -107,5 +114,5 @@ def _config_error(details: ErrorDetails) -> ConfigError:
     # The values of a Literal; the arguments of a union are types.
     choices = get_args(field.annotation) if field and not isinstance(field.annotation, UnionType) else ()
     if details["type"] == "literal_error" and choices:
-        meaning = closest_match(str(details["input"]), [str(choice) for choice in choices]) + f" ({meaning})"
+        meaning = _closest_choice(str(details["input"]), [str(choice) for choice in choices], meaning) + f" ({meaning})"
     return ConfigError(key, details["input"], expected, meaning)

@@ -85,7 +85,7 @@ def goodput_table(measured: Goodput) -> str:
     used = [column for column in range(len(HEADS)) if column < 2 or any(row[column] != "" for row in rows)]
     head = "".join(f"<th>{HEADS[column]}</th>" for column in used)
     lines = "".join(f"<tr>{''.join(f'<td>{escape(row[column])}</td>' for column in used)}</tr>" for row in rows)
-    return f'<table class="attempts"><tr>{head}</tr>{lines}</table>'
+    return f'<table class="outages"><tr>{head}</tr>{lines}</table>'
 
 
 def _row(outage: Outage) -> tuple[str, ...]:

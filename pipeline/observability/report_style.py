@@ -63,6 +63,8 @@ td, th { text-align: left; padding: 5px 12px 5px 0; border-bottom: 1px solid var
 td { overflow-wrap: anywhere; width: 50%; }
 th { color: var(--quiet); font-weight: 500; }
 .attempts td { width: auto; font-variant-numeric: tabular-nums; } .attempts td:nth-child(-n+5) { white-space: nowrap; }
+.outages td { width: auto; white-space: nowrap; font-variant-numeric: tabular-nums; }
+.outages td:first-child { min-width: 180px; white-space: normal; } .outages :is(td, th) { padding-right: 8px; }
 .columns { columns: 2 440px; column-gap: 36px; }
 .columns table { break-inside: avoid; margin-bottom: 22px; }
 .phase { margin: 26px 0 10px; }

@@ -93,7 +93,8 @@ class Attempt:
         event = self.events.get("training_finished") or self.events.get("draining")
         if event is None or not self.is_down:
             return "", ""
-        return "finished" if event.name == "training_finished" else "interrupted", event.why
+        # The event of a finished run names the role that published it, which is no reason.
+        return ("finished", "") if event.name == "training_finished" else ("interrupted", event.why)
 
     @property
     def span(self) -> tuple[float, float] | None:

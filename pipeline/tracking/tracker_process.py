@@ -8,13 +8,14 @@ line of the output.
 """
 
 import sys
+import traceback
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 
 from pipeline.config import load_config
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, one_line
 from pipeline.run.metrics_log import RowReader
 from pipeline.run.paths import RunPaths
 from pipeline.tracking.tracker_protocol import Mode, Tracker, tracker_class
@@ -79,4 +80,9 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except Exception as error:  # noqa: BLE001 - the boundary of the process
+        traceback.print_exc()
+        # The trainer's warning has the last line. A service's message may have several, with the reason in the first.
+        sys.exit(one_line(error))

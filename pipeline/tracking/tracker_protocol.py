@@ -1,5 +1,6 @@
 """The interface of a tracker, and the list of trackers: the modules in `pipeline.tracking.trackers`."""
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from importlib import import_module
@@ -34,6 +35,12 @@ class Tracker(ABC):
     package: ClassVar[str]
     """The Python package of the service. Without it a submission is refused; in a trainer whose environment lacks it,
     the run has a warning and no tracker."""
+
+    project_pattern: ClassVar[str] = ".+"
+    """A regular expression for the names of projects that the service accepts."""
+
+    project_rule: ClassVar[str] = "a name"
+    """The same in words."""
 
     @staticmethod
     def has_login(variables: Mapping[str, str], home: Path) -> bool:
@@ -70,19 +77,32 @@ class Tracker(ABC):
 
     @abstractmethod
     def log(self, row: MetricRecord, number: int) -> None:
-        """Log a row, whose index among all logged rows is `number`. `numbers_of` has its metrics."""
+        """Log a row, whose index among all logged rows is `number`. `metrics_of` has its metrics."""
 
     @abstractmethod
     def finish(self) -> None:
         """Send the remaining rows. The process ends afterwards."""
 
 
-def numbers_of(row: MetricRecord) -> dict[str, float]:
-    """The numbers of a row, with the step. Rows of SFT have names below `sft/`, and the
-    step axis `sft/step`; those of preference training likewise."""
-    prefix = "" if row["job"] == "rl" else f"{row['job']}/"
+def metrics_of(row: MetricRecord) -> dict[str, float]:
+    """The numbers of a row, for a service that gets the step separately. Rows of SFT have names below `sft/`; those of
+    preference training likewise."""
     numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name not in _HEAD}
-    return {f"{prefix}{name}": value for name, value in numbers.items()} | {f"{prefix}step": row["step"]}
+    return {f"{_prefix(row)}{name}": value for name, value in numbers.items()}
+
+
+def numbers_of(row: MetricRecord) -> dict[str, float]:
+    """The same with the step axis among the numbers."""
+    return metrics_of(row) | {axis_of(row): row["step"]}
+
+
+def axis_of(row: MetricRecord) -> str:
+    """The name of the step axis: `step`, for rows of SFT `sft/step`."""
+    return f"{_prefix(row)}step"
+
+
+def _prefix(row: MetricRecord) -> str:
+    return "" if row["job"] == "rl" else f"{row['job']}/"
 
 
 def tracker_names() -> list[str]:
@@ -100,9 +120,15 @@ def tracker_class(name: str) -> type[Tracker]:
 
 
 def check_trackers(config: RunConfig) -> None:
-    """`ConfigError` if the config names a tracker that does not exist, or whose package is not installed."""
-    for name in config.tracking.trackers:
+    """`ConfigError` if the config names a tracker that does not exist, whose package is not installed, or which refuses
+    the name of the project."""
+    names = config.tracking.trackers
+    if repeated := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise ConfigError("tracking.trackers", list(names), "each name once", f"leave out one {repeated[0]}")
+    for name in names:
         kind = tracker_class(name)
+        if not re.fullmatch(kind.project_pattern, config.tracking.project):
+            raise ConfigError("tracking.project", config.tracking.project, f"{kind.project_rule}, for {name}")
         if not is_installed(kind.package):
             hint = f"{pip_install(name)} (the extra `{name}`), or tracking=none"
             raise ConfigError("tracking.trackers", name, f"the installed package {kind.package}", hint)

@@ -4,6 +4,7 @@
 |---|---|
 | `submit_run`, `submission_checks` | one run: planned and submitted; all checks before |
 | `compose_config` | overrides to a config; a sweep to its points |
+| `override_errors` | the errors of overrides that cannot be parsed or applied |
 | `machine_resources` | `resources=machine`: roles sized by this machine |
 | `size_cache` | the sizes of models, remembered across commands |
 | `declined_options` | options and keys of Hydra and submitit that have another spelling here |

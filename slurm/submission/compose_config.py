@@ -35,6 +35,7 @@ from pipeline.config import (
 )
 from pipeline.errors import ConfigError
 from slurm.submission.machine_resources import register_machine
+from slurm.submission.override_errors import missing_element, refuse_list_mistakes, syntax_error
 
 CONF = Path(conf.__file__).parent
 OPEN = (
@@ -189,7 +190,7 @@ def _composing(overrides: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
-        if refusal := _refusal(error):
+        if refusal := _refusal(error) or missing_element(error, overrides):
             raise refusal from None
         reason = " ".join(str(error).split())
         raise ConfigError("overrides", " ".join(overrides), "overrides that compose", reason) from None
@@ -299,6 +300,7 @@ def _prepare(text: str, folder: Path) -> str:
     _refuse_unknown(override, text, folder)
     if override.is_delete():
         return text
+    refuse_list_mistakes(override)
     return "++" + text.lstrip("+")
 
 
@@ -342,8 +344,7 @@ def _parse(text: str) -> Override:
     try:
         override = OverridesParser.create().parse_override(_list_trackers(_quote_faults(text)))
     except HydraException as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(text, text, "key=value", reason) from None
+        raise syntax_error(text, str(error).splitlines()[0]) from None
     return override
 
 

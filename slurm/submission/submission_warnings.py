@@ -61,7 +61,7 @@ def warnings_of(config: RunConfig) -> list[str]:
     """The warnings about a run, one line each."""
     checks = (
         *(_changed_code, _tiny_settings, _unstable_dtype, _templates_without_tools),
-        *(_absent_commands, _services, _cpu_overload),
+        *(_absent_commands, _services, _cpu_overload, _idle_curriculum),
     )
     of_engine = find_engine(config.inference.engine).warnings(config) if config.has_servers else ()
     return [*(line for check in checks for line in check(config)), *of_engine]
@@ -79,6 +79,24 @@ def _tiny_settings(config: RunConfig) -> Iterator[str]:
         f"model.max_length={model.max_length} and model.dtype={model.dtype} come from the default model=tiny_qwen3, "
         f"not from {model.path}{own and f' ({own})'}: set model.max_length to the longest sample in tokens{also}"
     )
+
+
+def _idle_curriculum(config: RunConfig) -> Iterator[str]:
+    """Warn if no prompt comes often enough for `rollout.curriculum` to choose."""
+    keys = config.rollout.curriculum
+    if keys.weight == 1 or not config.has_rl or config.training.jobs:
+        return
+    task = load_task(config.task, config.seed)
+    positions = config.training.steps * config.training.prompts_per_step
+    shares = sum(part.share for part in task.parts)
+    sizes = [part.size * shares / part.share for part in task.parts] or [len(task)]
+    if positions <= keys.tries * min(sizes):
+        yield (
+            f"rollout.curriculum.weight={keys.weight} has no effect: it chooses among prompts that come more than "
+            f"{keys.tries} times, and {positions} groups ({config.training.steps} steps) are at most "
+            f"{positions / min(sizes):.2g} epochs of the prompts; train more steps, or fewer prompts, such as by "
+            "task.options.size"
+        )
 
 
 def _unstable_dtype(config: RunConfig) -> Iterator[str]:

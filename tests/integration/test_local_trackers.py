@@ -1,9 +1,10 @@
-"""The trackers mlflow and trackio with the real libraries and local files: each step once after a kill."""
+"""The trackers mlflow, trackio and swanlab with the real libraries and local files: each step once after a kill."""
 
 import os
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -27,15 +28,33 @@ def of_trackio(folder: Path) -> list[int]:
     return query(file, "SELECT step FROM metrics ORDER BY step")
 
 
-def query(file: Path, text: str) -> list[int]:
+def names_of_mlflow(folder: Path) -> set[str]:
+    return set(query(folder / "mlflow.db", "SELECT DISTINCT key FROM metrics"))
+
+
+def of_swanlab(folder: Path) -> list[int]:
+    """By the library's own reader of the file that `swanlab sync` uploads."""
+    from google.protobuf.json_format import MessageToDict
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record
+    from swanlab.sdk.internal.core_python.store import DataStoreReader
+
+    (file,) = folder.glob("swanlab/run-*/*.swanlab")
+    reader = DataStoreReader()
+    reader.open(file)
+    scalars = [MessageToDict(Record.FromString(line)).get("scalar", {}) for line in reader]
+    reader.close()
+    return [int(scalar["step"]) for scalar in scalars if scalar.get("key") == "loss"]
+
+
+def query(file: Path, text: str) -> list[Any]:
     connection = sqlite3.connect(f"file:{file}?mode=ro", uri=True)
     try:
-        return [step for (step,) in connection.execute(text)]
+        return [value for (value,) in connection.execute(text)]
     finally:
         connection.close()
 
 
-@pytest.mark.parametrize(("name", "steps"), [("mlflow", of_mlflow), ("trackio", of_trackio)])
+@pytest.mark.parametrize(("name", "steps"), [("mlflow", of_mlflow), ("trackio", of_trackio), ("swanlab", of_swanlab)])
 def test_a_killed_tracker_and_its_successor_give_each_step_once(
     tmp_path: Path, name: str, steps: Callable[[Path], list[int]]
 ) -> None:
@@ -59,3 +78,13 @@ def test_a_killed_tracker_and_its_successor_give_each_step_once(
     _, metrics = attempt("7-1", 200, 210)
     metrics.close()
     assert steps(run.paths.tracking) == list(range(1, 210)), (run.paths.tracking / f"{name}.log").read_text()
+
+
+def test_the_step_axis_is_not_a_metric_of_mlflow(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    run = FakeRun(tmp_path / "run", make_config(tracking={"trackers": ["mlflow"], "mode": "offline"}))
+    sinks = tracking_sinks(run.config, run.attempt("7-0").paths, {**os.environ}, seconds=SECONDS)
+    with MetricSinks(run.paths.metrics, "7-0", sinks) as metrics:
+        metrics.log("train", "sft", 1, {"loss": 1.0})
+        metrics.log("train", "rl", 1, {"loss": 0.5})
+    assert names_of_mlflow(run.paths.tracking) == {"loss", "sft/loss"}

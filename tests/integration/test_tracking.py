@@ -12,10 +12,10 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline.run.metrics_log import MetricSinks, Sink
+from pipeline.run.metrics_log import MetricSinks, Sink, roll_back
 from pipeline.run.paths import AttemptPaths
 from pipeline.tracking import metric_sinks as sinks_of
-from pipeline.tracking.metric_sinks import tracking_sinks
+from pipeline.tracking.metric_sinks import TrackerSink, tracking_sinks
 from pipeline.utils.subprocesses import Child
 from pipeline.utils.waiting import wait_for
 from tests.fakes.configs import make_config
@@ -59,41 +59,103 @@ def write_rows(run: FakeRun, sinks: list[Sink], attempt: str = "12-0", steps: in
             metrics.log("train", "rl", step, {"reward/mean": 0.5})
 
 
-def test_offline_keeps_one_wandb_run_with_the_runs_id_for_all_attempts(tmp_path: Path) -> None:
+def test_offline_keeps_one_folder_with_the_runs_id_for_all_attempts(tmp_path: Path) -> None:
     run, home = a_run(tmp_path), tmp_path / "home"
     home.mkdir()
     for restart in (0, 1):
         sinks = tracking_sinks(run.config, attempt_of(run, f"12-{restart}"), {"HOME": str(home)}, seconds=60)
         write_rows(run, sinks, f"12-{restart}", steps=1 + restart)
-    kept = sorted(run.paths.tracking.glob("wandb/offline-run-*/*.wandb"))
-    assert len(kept) == 2
-    assert {file.name for file in kept} == {f"run-{run.identity.run_id}.wandb"}
+    (kept,) = run.paths.tracking.glob("wandb/offline-run-*/*.wandb")
+    assert kept.name == f"run-{run.identity.run_id}.wandb"
     # wandb's own process writes the file, and its last block a moment after `finish` has returned.
-    wait_for("wandb to write", lambda: all(b"reward/mean" in file.read_bytes() for file in kept), WAIT_SECONDS)
+    wait_for("wandb to write", lambda: b"reward/mean" in kept.read_bytes(), WAIT_SECONDS)
     assert list(home.iterdir()) == [], "wandb writes below the tracking folder only"
 
 
-def test_what_was_kept_offline_is_synced_as_one_run_with_each_step_once(tmp_path: Path) -> None:
-    """By the command that docs/metrics.md names."""
+def test_rows_of_sft_have_their_own_step_axis(tmp_path: Path) -> None:
+    run = a_run(tmp_path, mode="online")
+    with WandbServer() as server:
+        variables = {"HOME": str(tmp_path), **server.variables()}
+        sinks = tracking_sinks(run.config, attempt_of(run, "12-0"), variables, seconds=60)
+        with MetricSinks(run.paths.metrics, "12-0", sinks) as metrics:
+            metrics.log("eval", "rl", 0, {"eval/accuracy": 0.5})
+            metrics.log("train", "sft", 1, {"loss": 1.0})
+            metrics.log("train", "rl", 1, {"loss": 0.5})
+    rows = [
+        {name: value for name, value in row.items() if not name.startswith("_")}
+        for row in server.history(run.identity.run_id)
+    ]
+    assert rows == [
+        {"eval/accuracy": 0.5, "step": 0},
+        {"sft/loss": 1.0, "sft/step": 1},
+        {"loss": 0.5, "step": 1},
+    ]
+
+
+def kill_at_work(run: FakeRun, steps: int) -> None:
+    """An attempt whose wandb is killed with all its processes in the middle of a row, as by the end of a Slurm job."""
+    (sink,) = tracking_sinks(run.config, attempt_of(run, "12-0"), {**os.environ}, seconds=60)
+    assert isinstance(sink, TrackerSink)
+    metrics = MetricSinks(run.paths.metrics, "12-0", [sink])
+    for step in range(1, 1 + steps):
+        metrics.log("train", "rl", step, {"reward/mean": 0.25, **{f"number/{name}": 1 / step for name in range(50)}})
+    # wandb writes blocks of 32 KiB, so the last row of a full block is incomplete.
+    wait_for(
+        "a block",
+        lambda: any(file.stat().st_size > 32768 for file in run.paths.tracking.rglob("*.wandb")),
+        WAIT_SECONDS,
+    )
+    process = psutil.Process(sink._child.pid)
+    for child in (*process.children(recursive=True), process):
+        child.kill()
+    metrics.close()
+
+
+def sync(command: str, folder: Path, server: WandbServer) -> None:
+    variables = {**os.environ, "HOME": str(folder), **server.variables()}
+    variables["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    subprocess.run(
+        command, shell=True, cwd=folder, env=variables, check=True, timeout=WAIT_SECONDS, capture_output=True
+    )
+
+
+def test_rows_of_attempts_after_an_upload_are_added_by_the_next_one(tmp_path: Path) -> None:
     run = a_run(tmp_path)
-    for restart, steps in ((0, 3), (1, 5)):
-        sinks = tracking_sinks(run.config, attempt_of(run, f"12-{restart}"), {"HOME": str(tmp_path)}, seconds=60)
-        write_rows(run, sinks, f"12-{restart}", steps=steps)
-    kept = sorted(run.paths.tracking.glob("wandb/offline-run-*/*.wandb"))
-    wait_for("wandb to write", lambda: all(b"reward/mean" in file.read_bytes() for file in kept), WAIT_SECONDS)
+    command = f"wandb sync {run.paths.tracking}/wandb/offline-run-*"
+    with WandbServer() as server:
+        for restart, (steps, is_uploaded) in enumerate([(3, True), (5, False), (7, True)]):
+            sinks = tracking_sinks(run.config, attempt_of(run, f"12-{restart}"), {"HOME": str(tmp_path)}, seconds=60)
+            with MetricSinks(run.paths.metrics, f"12-{restart}", sinks) as metrics:
+                for step in range(steps - 2, steps + 1):
+                    metrics.log("train", "rl", step, {"reward/mean": 0.5})
+            if is_uploaded:
+                sync(command, tmp_path, server)
+    assert [row["step"] for row in server.history(run.identity.run_id)] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_what_was_kept_offline_is_synced_as_one_run_with_each_step_once(tmp_path: Path) -> None:
+    """By the command that docs/metrics.md names, after a kill and a rollback: the numbers of the current weights."""
+    run = a_run(tmp_path)
+    kill_at_work(run, steps=200)
+    roll_back(run.paths.metrics, "rl", 150)
+    sinks = tracking_sinks(run.config, attempt_of(run, "12-1"), {"HOME": str(tmp_path)}, seconds=60)
+    with MetricSinks(run.paths.metrics, "12-1", sinks) as metrics:
+        for step in range(151, 161):
+            metrics.log("train", "rl", step, {"reward/mean": 0.5})
+            metrics.log("eval", "rl", step, {"eval/accuracy": 0.75})
+    kept = list(run.paths.tracking.glob("wandb/offline-run-*/*.wandb"))
+    wait_for("wandb to write", lambda: sum(f.read_bytes().count(b"eval/accuracy") for f in kept) >= 10, WAIT_SECONDS)
     log = (run.paths.tracking / "wandb.log").read_text()
     command = log.strip().splitlines()[-1].partition("to upload this run: ")[2]
     assert command == f"wandb sync {run.paths.tracking}/wandb/offline-run-*"
     with WandbServer() as server:
-        variables = {**os.environ, "HOME": str(tmp_path), **server.variables()}
-        variables["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        subprocess.run(
-            command, shell=True, cwd=tmp_path, env=variables, check=True, timeout=WAIT_SECONDS, capture_output=True
-        )
+        sync(command, tmp_path, server)
     assert list(server.files) == [run.identity.run_id]
     history = server.history(run.identity.run_id)
-    assert [row["step"] for row in history] == [1, 2, 3, 4, 5]
-    assert [row["_step"] for row in history] == [0, 1, 2, 3, 4]
+    trained = [(row["step"], row["reward/mean"]) for row in history if "reward/mean" in row]
+    assert trained == [(step, 0.25 if step <= 150 else 0.5) for step in range(1, 161)]
+    assert [row["step"] for row in history if "eval/accuracy" in row] == list(range(151, 161))
+    assert [row["_step"] for row in history] == list(range(170))
 
 
 def test_online_a_resumed_run_goes_on_where_it_was_without_a_step_twice_or_missing(tmp_path: Path) -> None:
@@ -108,6 +170,17 @@ def test_online_a_resumed_run_goes_on_where_it_was_without_a_step_twice_or_missi
     history = server.history(run.identity.run_id)
     assert [row["step"] for row in history] == [1, 2, 3, 4, 5, 6, 7]
     assert [row["_step"] for row in history] == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_the_warning_has_the_reason_of_an_error_of_several_lines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = a_run(tmp_path)
+    variables = broken_wandb(tmp_path, init="raise RuntimeError('the disk is full\\n  For help visit a page')")
+    with caplog.at_level(logging.WARNING):
+        write_rows(run, tracking_sinks(run.config, attempt_of(run, "12-0"), variables, seconds=20))
+    (message,) = caplog.messages
+    assert message.endswith("exited with code 1: RuntimeError: the disk is full For help visit a page")
 
 
 @pytest.mark.parametrize("fault", ["log", "init", "finish"])

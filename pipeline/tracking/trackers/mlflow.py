@@ -14,7 +14,7 @@ from typing import Any
 from pipeline.config import RunConfig
 from pipeline.run.metrics_log import MetricRecord
 from pipeline.tracking import tracker_protocol
-from pipeline.tracking.tracker_protocol import Mode, numbers_of
+from pipeline.tracking.tracker_protocol import Mode, metrics_of
 
 _RUN_ID, _ROWS = "rollcall.run_id", "rollcall.rows"
 """Tags of the MLflow run: the run's run_id, and the number of rows that are stored."""
@@ -60,7 +60,7 @@ class Tracker(tracker_protocol.Tracker):
     def log(self, row: MetricRecord, number: int) -> None:
         from mlflow.entities import Metric, RunTag
 
-        run_id, when, numbers = self._run.info.run_id, int(row["time"] * 1000), numbers_of(row)
+        run_id, when, numbers = self._run.info.run_id, int(row["time"] * 1000), metrics_of(row)
         if self._is_resumed:  # the row after those of the tag: a killed process may have stored it, or a part
             numbers = {name: value for name, value in numbers.items() if not self._has(name, row["step"])}
             self._is_resumed = False

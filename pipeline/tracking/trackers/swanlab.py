@@ -1,10 +1,12 @@
 """SwanLab (https://swanlab.cn).
 
-In offline mode SwanLab uses no network, and its files are in `tracking/swanlab/` of the run directory, with one folder
-for each attempt. No other module imports swanlab.
+In offline mode SwanLab uses no network, and its files are in `tracking/swanlab/` of the run directory. SwanLab buffers
+its file, so a killed process loses its last rows. Therefore each attempt replaces the folder by a new one with all
+rows of `metrics.jsonl`. No other module imports swanlab.
 """
 
 import shlex
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,17 @@ from pipeline.config import RunConfig
 from pipeline.run.metrics_log import MetricRecord
 from pipeline.run.paths import RunPaths
 from pipeline.tracking import tracker_protocol
-from pipeline.tracking.tracker_protocol import Mode, numbers_of
+from pipeline.tracking.tracker_protocol import Mode, metrics_of
+
+_FOLDERS = "run-*"
 
 
 class Tracker(tracker_protocol.Tracker):
-    """One experiment with the run_id as its id. Each step is logged once."""
+    """One experiment with the run_id as its id. Online, each step is logged once."""
 
     package = "swanlab"
+    project_pattern = r"[0-9A-Za-z_.+-]{1,100}"
+    project_rule = "letters, digits, `_`, `.`, `+` and `-`, at most 100"
 
     @staticmethod
     def has_login(variables: Mapping[str, str], home: Path) -> bool:
@@ -33,14 +39,18 @@ class Tracker(tracker_protocol.Tracker):
 
     @staticmethod
     def upload_command(paths: RunPaths) -> str:
-        """One command for the folders of all attempts."""
+        """The command for the folder of the newest attempt, which has the rows of all attempts."""
         folder = paths.tracking / "swanlab"
-        return f"swanlab sync {shlex.quote(str(folder))}/run-*" if any(folder.glob("run-*")) else ""
+        return f"swanlab sync {shlex.quote(str(folder))}/{_FOLDERS}" if any(folder.glob(_FOLDERS)) else ""
 
     def __init__(self, config: RunConfig, run_id: str, folder: Path, mode: Mode) -> None:
         import swanlab
 
+        self._is_online = mode == "online"
         (folder / "swanlab").mkdir(parents=True, exist_ok=True)
+        if not self._is_online:
+            for old in (folder / "swanlab").glob(_FOLDERS):
+                shutil.rmtree(old)
         self._run: Any = swanlab.init(
             project=config.tracking.project,
             name=config.name,
@@ -51,9 +61,13 @@ class Tracker(tracker_protocol.Tracker):
             resume="allow",
         )
 
+    @property
+    def received(self) -> int | None:
+        """Offline none, so that all rows are logged to the new folder; an upload skips steps that the service has."""
+        return None if self._is_online else 0
+
     def log(self, row: MetricRecord, number: int) -> None:
-        numbers = numbers_of(row)
-        self._run.log({name: float(numbers[name]) for name in numbers if name != "step"}, step=row["step"])
+        self._run.log({name: float(value) for name, value in metrics_of(row).items()}, step=row["step"])
 
     def finish(self) -> None:
         self._run.finish()

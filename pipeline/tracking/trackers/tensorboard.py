@@ -13,7 +13,7 @@ from typing import Any
 from pipeline.config import RunConfig
 from pipeline.run.metrics_log import MetricRecord
 from pipeline.tracking import tracker_protocol
-from pipeline.tracking.tracker_protocol import Mode, numbers_of
+from pipeline.tracking.tracker_protocol import Mode, metrics_of
 
 _EVENT_FILES = "events.out.tfevents.*"
 
@@ -47,11 +47,7 @@ class Tracker(tracker_protocol.Tracker):
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [
-            Summary.Value(tag=name, simple_value=value)
-            for name, value in numbers_of(row).items()
-            if name not in ("step", "sft/step")
-        ]
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics_of(row).items()]
         self._writer.add_event(Event(wall_time=row["time"], step=row["step"], summary=Summary(value=values)))
         self._writer.flush()
 

@@ -18,7 +18,7 @@ from typing import Any
 from pipeline.config import RunConfig
 from pipeline.run.metrics_log import MetricRecord
 from pipeline.tracking import tracker_protocol
-from pipeline.tracking.tracker_protocol import Mode, numbers_of
+from pipeline.tracking.tracker_protocol import Mode, metrics_of
 
 _ADDRESSES = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
 
@@ -54,8 +54,7 @@ class Tracker(tracker_protocol.Tracker):
         return None if self._is_online else len(SQLiteStorage.get_logs(self._project, self._name))
 
     def log(self, row: MetricRecord, number: int) -> None:
-        numbers = numbers_of(row)
-        self._run.log({name: numbers[name] for name in numbers if name != "step"}, step=row["step"])
+        self._run.log(metrics_of(row), step=row["step"])
 
     def finish(self) -> None:
         self._run.finish()

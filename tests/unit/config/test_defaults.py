@@ -100,7 +100,10 @@ OWN_KEYS: Mapping[str, Mapping[str, Iterable[str]]] = {
 """The keys that each option of a group sets on purpose; `*` is for the options that are not listed."""
 
 MAY_STATE_DEFAULTS = ("resources", "experiment")
+DEFAULT_BY_NAME = ("tracking", "wandb")
+"""The option of the default tracker, so that it can be chosen by its name as the others."""
 OPTIONS = [(group, option) for group, options in config_groups().items() for option in options]
+STATES_NO_DEFAULT = [case for case in OPTIONS if case[0] not in MAY_STATE_DEFAULTS and case != DEFAULT_BY_NAME]
 
 
 def own_keys(group: str, option: str) -> set[str]:
@@ -160,7 +163,7 @@ def test_an_option_sets_its_own_keys_and_nothing_by_accident(group: str, option:
     assert in_file(group, option) <= own_keys(group, option)
 
 
-@pytest.mark.parametrize(("group", "option"), [case for case in OPTIONS if case[0] not in MAY_STATE_DEFAULTS])
+@pytest.mark.parametrize(("group", "option"), STATES_NO_DEFAULT)
 def test_an_option_states_no_default_again(group: str, option: str) -> None:
     config = compose_config(["name=test", f"{group}={option}"])
     assert changed(config) - {"model.max_length"} == own_keys(group, option) - REQUIRED - {"model.max_length"}

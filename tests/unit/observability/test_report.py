@@ -238,6 +238,7 @@ def test_the_goodput_has_a_row_for_the_start_and_for_each_outage(finished: FakeR
     assert "<td>draining: SIGTERM (agent.0)</td>" in section
     assert "<th>requeue</th>" in section
     assert "<th>detection</th>" not in section, "no outage has this cause"
+    assert '<table class="outages">' in section, "its first column wraps, so that all columns fit the page"
 
 
 def test_a_run_directory_with_nothing_in_it_gives_a_page_that_says_so(tmp_path: Path) -> None:

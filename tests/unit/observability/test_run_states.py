@@ -25,7 +25,7 @@ def test_the_attempts_are_listed_with_what_they_trained_and_how_they_ended(finis
     first, second, *others = attempt_lines(read_history(finished.root))
     assert first[0] == "local1-0"
     assert first[3:] == ("sft 1–20, rl 1–30", "interrupted", "SIGTERM (agent.0)")
-    assert second[3:] == ("rl 31–60", "finished", "trainer.0")
+    assert second[3:] == ("rl 31–60", "finished", "")
     assert [line[1:] for line in others if line[0] == "9-0"] == [
         ("—", "—", "—", "stopped", "the job was requeued <too> often")
     ]

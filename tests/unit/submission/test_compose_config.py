@@ -58,6 +58,22 @@ def test_every_choice_of_every_group_composes(group: str, choice: str) -> None:
         ("inference.backend=ncc", "'gloo'"),
         ("name='a b'", "letters, digits"),
         ("seed=${sed}", "overrides that compose"),
+        ("tracking=wandbb", "did you mean wandb?"),
+        (
+            "tracking.project=a team's",
+            """tracking.project="a team's": expected a value in Hydra's syntax; quote it: """
+            """'tracking.project="a team'"'"'s"'""",
+        ),
+        ("cluster.container.image=a#b", """quote it: 'cluster.container.image="a#b"'"""),
+        ("task.options={a: [1}", "close its brackets"),
+        ("preference.loss=dpo", "did you mean sigmoid?"),
+        ("task.tasks.0.weight=2", "task.tasks.0.weight='2': expected an element that the list has"),
+        ("+task.tasks.3={name: arithmetic}", "to add one, set the whole list: task.tasks=[…]"),
+        (
+            "task.tasks.sums.weight=2",
+            "expected a number in place of 'sums'; elements have numbers: task.tasks.0.weight=…",
+        ),
+        ("task.tasks={sums: 1}", "expected a list; in brackets, also with one element: task.tasks=[…]"),
     ],
 )
 def test_a_mistake_is_named_with_its_mend(override: str, said: str) -> None:

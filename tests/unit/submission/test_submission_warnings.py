@@ -11,7 +11,13 @@ import pytest
 from pipeline.config.dtype_checks import check_dtype
 from pipeline.errors import ConfigError
 from slurm.submission import submission_checks, submit_run
-from slurm.submission.submission_warnings import _tiny_settings, _unstable_dtype, check_agents, warnings_of
+from slurm.submission.submission_warnings import (
+    _idle_curriculum,
+    _tiny_settings,
+    _unstable_dtype,
+    check_agents,
+    warnings_of,
+)
 from tests.fakes.chat_models import CHATML, make_chat_model
 from tests.fakes.composed_config import compose_cached
 from tests.fakes.configs import make_config
@@ -222,3 +228,20 @@ def test_more_processes_than_cores_are_warned_of(tmp_path: Path, capsys: pytest.
     asked = ["experiment=demo", f"output={tmp_path}", f"task.processes={9 * cores}", "--dry-run"]
     assert submit_run.main(asked) == 0
     assert f"warning: {said}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("size", "is_warned"),
+    [(2400, True), (2399, False)],  # 4800 groups; a prompt that was tried twice comes a third time
+)
+def test_a_curriculum_whose_prompts_never_come_again_is_warned_of(size: int, is_warned: bool) -> None:
+    keys = ["experiment=demo", f"task.options.size={size}"]
+    said = [*_idle_curriculum(compose_cached([*keys, "rollout.curriculum.weight=0.2"]))]
+    assert ["has no effect" in line and "at most 2 epochs" in line for line in said] == [True] * is_warned
+    assert [*_idle_curriculum(compose_cached(keys))] == []
+
+
+@pytest.mark.parametrize(("size", "is_warned"), [(800, True), (799, False)])
+def test_the_smallest_task_of_a_mix_counts_by_its_share(size: int, is_warned: bool) -> None:
+    keys = [f"task.tasks.0.options.size={size}", "rollout.curriculum.weight=0.2"]  # half of 3200 groups
+    assert bool([*_idle_curriculum(compose_cached(["experiment=mix", *keys]))]) == is_warned

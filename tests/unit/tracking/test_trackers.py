@@ -1,13 +1,22 @@
 """The list of trackers, the mode of each, and the refusal of an unknown name."""
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from pipeline.errors import ConfigError
+from pipeline.tracking import tracker_protocol
 from pipeline.tracking.metric_sinks import chosen_mode
-from pipeline.tracking.tracker_protocol import Tracker, check_trackers, numbers_of, tracker_class, tracker_names
+from pipeline.tracking.tracker_protocol import (
+    Tracker,
+    check_trackers,
+    metrics_of,
+    numbers_of,
+    tracker_class,
+    tracker_names,
+)
 from pipeline.tracking.trackers.wandb import Tracker as Wandb
 from slurm.submission.compose_config import compose_config
 from tests.fakes.configs import make_config
@@ -30,6 +39,11 @@ def test_an_unknown_tracker_is_refused_with_the_nearest_name() -> None:
     assert str(refused.value) == f"tracking.trackers='wandbb': {expected}"
 
 
+def test_a_tracker_that_is_named_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expected each name once; leave out one wandb"):
+        check_trackers(make_config(tracking={"trackers": ["wandb", "wandb"]}))
+
+
 @pytest.mark.parametrize("setting", ["online", "offline"])
 def test_a_mode_that_is_set_is_taken_whatever_the_login(setting: str, tmp_path: Path) -> None:
     for variables in ({}, {"WANDB_API_KEY": "key"}):
@@ -49,6 +63,28 @@ def test_rows_of_sft_have_an_axis_and_names_apart() -> None:
     row = {"kind": "train", "job": "sft", "step": 3, "time": 9.0, "attempt": "12-0", "loss": 0.5, "lr": None}
     assert numbers_of(row) == {"sft/loss": 0.5, "sft/step": 3}
     assert numbers_of(row | {"job": "rl"}) == {"loss": 0.5, "step": 3}
+    assert metrics_of(row) == {"sft/loss": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("tracker", "project", "is_accepted"),
+    [
+        ("wandb", "a team", True),
+        ("wandb", "a/team", False),
+        ("wandb", "a" * 129, False),
+        ("wandb", "", False),
+        ("swanlab", "a-team", True),
+        ("swanlab", "a team", False),
+        ("tensorboard", "a/team", True),
+    ],
+)
+def test_a_project_whose_name_the_service_refuses_is_refused_at_submission(
+    tracker: str, project: str, is_accepted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracker_protocol, "is_installed", lambda package: True)
+    config = make_config(tracking={"trackers": [tracker], "project": project})
+    with nullcontext() if is_accepted else pytest.raises(ConfigError, match=f"tracking.project.*for {tracker}$"):
+        check_trackers(config)
 
 
 def test_a_tracker_without_its_package_is_refused_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
