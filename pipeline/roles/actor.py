@@ -35,6 +35,7 @@ from pipeline.transport.eval_records import EvalRequest
 from pipeline.transport.sample_records import TASK_CALLS
 from pipeline.transport.shared_state import SharedState
 from pipeline.utils import heartbeat
+from pipeline.utils.connection_limits import raise_open_files
 
 log = logging.getLogger(__name__)
 
@@ -146,6 +147,7 @@ async def _run_until_signal(context: RoleContext) -> None:
 def main(arguments: list[str]) -> None:
     """The role's process."""
     heartbeat.start()
+    raise_open_files()  # an episode of an agent needs four, and thousands may be in flight
     context = RoleContext.from_arguments(arguments)
     context.configure_logs()
     context.report("starting")

@@ -1,8 +1,9 @@
-"""Limits on unauthenticated connections: their number at a time, and their duration.
+"""Limits on unauthenticated connections, and the limit of open files.
 
-They take no more than `most` descriptors, and each is closed after `seconds` without a proof. A new connection is
-always admitted; if there is no room, it replaces the oldest one. So a peer with the secret gets through a flood, since
-it proves itself at once. There is no limit per address: on a shared node, outsiders and peers have the same address.
+Unauthenticated connections take no more than `most` descriptors, and each is closed after `seconds` without a proof. A
+new connection is always admitted; if there is no room, it replaces the oldest one. So a peer with the secret gets
+through a flood, since it proves itself at once. There is no limit per address: on a shared node, outsiders and peers
+have the same address.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ log = logging.getLogger(__name__)
 
 MAX_UNPROVED, UNPROVED_SECONDS = 256, 10.0
 _LOG_SECONDS = 60.0
+_inherited: int | None = None
 
 
 class ConnectionLimiter:
@@ -53,6 +55,15 @@ class ConnectionLimiter:
 
 
 def raise_open_files() -> None:
-    """Raise this process's limit of open files to the hard limit."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    """Raise this process's limit of open files to the hard limit. Programs that `pipeline.utils.subprocesses` starts
+    with exec still get the limit of before."""
+    global _inherited
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if _inherited is None:
+        _inherited = soft
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def inherited_open_files() -> int:
+    """The soft limit of open files with which this process was started."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] if _inherited is None else _inherited
