@@ -31,8 +31,6 @@ from pipeline.transport.turn_times import TurnTimes
 
 LONG_PROMPT = 2000
 """Characters of a prompt above which tokenizing takes longer than the hand-over to a thread."""
-CLEAN_UP_SECONDS = 5.0
-"""Timeout of a task's clean-up after its sample is abandoned; after that the group no longer waits for it."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ async def _first(episodes: Sequence[Coroutine[Any, Any, Rollout]], count: int) -
         for task in running:
             task.cancel()
         if running:
-            await asyncio.wait(running, timeout=CLEAN_UP_SECONDS)
+            await asyncio.wait(running)  # each ends within `CLEAN_UP_SECONDS` (`PausableTimeout.limit`)
     return [ended.get(task, abandoned) for task in tasks]
 
 
