@@ -45,7 +45,7 @@ READ_SECONDS = 60.0
 def launch(context: RoleContext) -> RoleCommand:
     """One process with one busy thread, and below it the worker processes of the task."""
     argv = (sys.executable, "-P", "-m", "pipeline.roles.actor", *context.arguments())
-    env = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+    env = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "TOKENIZERS_PARALLELISM": "false"}
     return RoleCommand(argv=argv, env=env, has_heartbeat=1, ready=context.is_ready, stage=SERVICES)
 
 

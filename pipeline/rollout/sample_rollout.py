@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.environments import Completion, Episode, Prompt, Task
-from pipeline.environments.chat_tokenizer import ChatTokenizer
+from pipeline.environments.chat_tokenizer import LONG_TEXT, ChatTokenizer
 from pipeline.environments.episode import EpisodeBranch
 from pipeline.environments.guarded_call import REASON_LENGTH, failure_reason, is_cancelled
 from pipeline.environments.rewards import Score
@@ -28,9 +28,6 @@ from pipeline.rollout.rollout_policy import Sampler, Sampling
 from pipeline.rollout.server_pool import InferenceClient
 from pipeline.transport.sample_records import MAX_VERSION_OFFSET, Branch, Sample
 from pipeline.transport.turn_times import TurnTimes
-
-LONG_PROMPT = 2000
-"""Characters of a prompt above which tokenizing takes longer than the hand-over to a thread."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ async def _first(episodes: Sequence[Coroutine[Any, Any, Rollout]], count: int) -
 
 async def _tokens(chat: ChatTokenizer, text: str) -> list[int]:
     """The tokens of a prompt. A long prompt is tokenized in a thread, off the event loop."""
-    return chat.encode(text) if len(text) < LONG_PROMPT else await asyncio.to_thread(chat.encode, text)
+    return chat.encode(text) if len(text) < LONG_TEXT else await asyncio.to_thread(chat.encode, text)
 
 
 async def _episode(task: Task, prompt: Prompt, sampler: Sampler, index: int) -> Rollout:

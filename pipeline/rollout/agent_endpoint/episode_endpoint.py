@@ -20,6 +20,7 @@ import secrets
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
@@ -28,7 +29,7 @@ from aiohttp import web
 from pipeline.data.chat_messages import Message
 from pipeline.environments import Episode, Turn
 from pipeline.environments.agent_report import AgentReport, parse_report
-from pipeline.environments.chat_tokenizer import ChatTokenizer
+from pipeline.environments.chat_tokenizer import LONG_TEXT, ChatTokenizer
 from pipeline.environments.guarded_call import failure_reason
 from pipeline.environments.tool_call_syntax import ToolCallSyntax
 from pipeline.errors import RolloutError
@@ -41,8 +42,6 @@ LOOPBACK = "127.0.0.1"
 MAX_BODY = 1 << 26
 MAX_UNAUTHENTICATED = 32
 """Largest number of connections without a valid key. Hundreds of episodes may each have an endpoint."""
-LONG = 2000
-"""Characters of a conversation above which tokenizing takes longer than the hand-over to a thread."""
 DONE = b"data: [DONE]\n\n"
 """The end of a stream of chat completions or completions."""
 MODEL = "policy"
@@ -143,27 +142,27 @@ class Endpoint:
             return _refusal(request, RequestRefused(f"{request.path}: {error.reason}", error.status, "not_served"))
 
     async def _chat_completion(self, request: web.Request) -> web.StreamResponse:
-        call = openai_wire.read_chat(await request.read())
-        match = await self._placed(call)
+        body = await request.read()
+        call = openai_wire.read_chat(body)
+        match = await self._placed(call, len(body))
         replies = await self._answers(call, match)
         if call.stream:
             return await self._streamed(request, openai_wire.chat_events(call, replies, len(match.tokens)), DONE)
         return web.json_response(openai_wire.chat_answer(call, replies, len(match.tokens)))
 
     async def _completion(self, request: web.Request) -> web.StreamResponse:
-        call = openai_wire.read_completion(await request.read())
-        if isinstance(call.prompt, str):
-            match = self._dialogue.match_text(call.prompt)
-        else:
-            match = self._dialogue.match_tokens(call.prompt)
+        body = await request.read()
+        call = openai_wire.read_completion(body)
+        match = await self._placed(call, len(body))
         replies = await self._answers(call, match)
         if call.stream:
             return await self._streamed(request, openai_wire.completion_events(call, replies, len(match.tokens)), DONE)
         return web.json_response(openai_wire.completion_answer(call, replies, len(match.tokens)))
 
     async def _response(self, request: web.Request) -> web.StreamResponse:
-        call = responses_wire.read_request(await request.read(), self._responses)
-        match = await self._placed(call)
+        body = await request.read()
+        call = responses_wire.read_request(body, self._responses)
+        match = await self._placed(call, len(body))
         (reply,) = await self._answers(call, match)
         answer = responses_wire.response_answer(call, reply, len(match.tokens))
         if call.stored:
@@ -173,8 +172,9 @@ class Endpoint:
         return web.json_response(answer)
 
     async def _message(self, request: web.Request) -> web.StreamResponse:
-        call = anthropic_wire.read_request(await request.read())
-        match = await self._placed(call)
+        body = await request.read()
+        call = anthropic_wire.read_request(body)
+        match = await self._placed(call, len(body))
         (reply,) = await self._answers(call, match)
         answer = anthropic_wire.message_answer(call, reply, len(match.tokens))
         if call.stream:
@@ -182,7 +182,8 @@ class Endpoint:
         return web.json_response(answer)
 
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
-        match = await self._placed(anthropic_wire.read_request(await request.read(), counts=True))
+        body = await request.read()
+        match = await self._placed(anthropic_wire.read_request(body, counts=True), len(body))
         return web.json_response({"input_tokens": len(match.tokens)})
 
     async def _models(self, _: web.Request) -> web.StreamResponse:
@@ -196,12 +197,20 @@ class Endpoint:
         self._report = report
         return web.json_response({})
 
-    async def _placed(self, call: CheckedRequest) -> PrefixMatch:
-        """The position of the call in the tree. A long conversation is tokenized in a thread, off the event loop."""
+    async def _placed(self, call: CheckedRequest, size: int) -> PrefixMatch:
+        """The position in the tree of a call whose body has `size` bytes. A long call is tokenized in a thread, off the
+        event loop."""
+        if not call.prompt:
+            place = partial(self._dialogue.match_prefix, call.messages, call.tools)
+        elif isinstance(call.prompt, str):
+            place = partial(self._dialogue.match_text, call.prompt)
+        else:
+            place = partial(self._dialogue.match_tokens, call.prompt)
+        # The body has tools and their arguments too, and the messages may have more than the body: those of
+        # `previous_response_id`.
+        size += sum(len(message["content"]) for message in call.messages)
         try:
-            if sum(len(message["content"]) for message in call.messages) < LONG:
-                return self._dialogue.match_prefix(call.messages, call.tools)
-            return await asyncio.to_thread(self._dialogue.match_prefix, call.messages, call.tools)
+            return place() if size < LONG_TEXT else await asyncio.to_thread(place)
         except Exception as error:  # noqa: BLE001 the template may fail on the agent's messages, which gets the error
             raise RequestRefused(failure_reason("the messages cannot be rendered:", error)) from None
 
