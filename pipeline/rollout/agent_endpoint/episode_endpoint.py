@@ -36,12 +36,16 @@ from pipeline.errors import RolloutError
 from pipeline.rollout.agent_endpoint import anthropic_wire, openai_wire, responses_wire
 from pipeline.rollout.agent_endpoint.agent_call import ChatReply, CheckedRequest, RequestRefused, reply_of, text_before
 from pipeline.rollout.agent_endpoint.conversation_tree import ConversationTree, PrefixMatch
+from pipeline.utils.connection_limits import SpareRoom
 from pipeline.utils.limited_site import LimitedSite, is_authenticated, limit_connections
 
 LOOPBACK = "127.0.0.1"
 MAX_BODY = 1 << 26
 MAX_UNAUTHENTICATED = 32
 """Largest number of connections without a valid key. Hundreds of episodes may each have an endpoint."""
+_BURSTS = SpareRoom(1024)
+"""Room for more of them, which all endpoints share, for an agent that makes many calls at once: OpenAI's client opens
+up to 1,000 connections, and the loop accepts all of them before it reads the first key."""
 DONE = b"data: [DONE]\n\n"
 """The end of a stream of chat completions or completions."""
 MODEL = "policy"
@@ -104,7 +108,7 @@ class Endpoint:
         application.router.add_post("/v1/messages/count_tokens", self._count_tokens)
         application.router.add_get("/v1/models", self._models)
         application.router.add_post("/v1/reward", self._reward)
-        admission = limit_connections(application, "an episode's endpoint", MAX_UNAUTHENTICATED)
+        admission = limit_connections(application, "an episode's endpoint", MAX_UNAUTHENTICATED, _BURSTS)
         # A client that disconnects cancels its handler, and with it the sampling.
         self._runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=0.0)
         await self._runner.setup()

@@ -8,6 +8,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from openai import AsyncOpenAI
 
 from pipeline.environments.chat_tokenizer import ChatTokenizer
 from pipeline.rollout.agent_endpoint.episode_endpoint import Endpoint
@@ -67,3 +68,18 @@ def test_whatever_is_long_is_tokenized_off_the_event_loop(
     asyncio.run(story())
     assert threads
     assert threading.main_thread() not in threads
+
+
+def test_an_agent_that_makes_many_calls_at_once_gets_all_answers(chat: ChatTokenizer) -> None:
+    calls = 200
+
+    async def story() -> list[Any]:
+        async with Endpoint(chat, Policy(chat, ["ok"] * calls), 1 << 20) as endpoint:
+            async with AsyncOpenAI(base_url=endpoint.url, api_key=endpoint.key, max_retries=0) as client:
+                create = client.chat.completions.create
+                asked = [create(model="policy", messages=[user(str(index))]) for index in range(calls)]
+                said = await asyncio.gather(*asked, return_exceptions=True)
+            assert endpoint.episode().turns == calls
+            return said
+
+    assert {type(each).__name__ for each in asyncio.run(story())} == {"ChatCompletion"}
