@@ -16,6 +16,7 @@ and recorded by `_answers`.
 
 import asyncio
 import json
+import logging
 import secrets
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -32,12 +33,14 @@ from pipeline.environments.agent_report import AgentReport, parse_report
 from pipeline.environments.chat_tokenizer import LONG_TEXT, ChatTokenizer
 from pipeline.environments.guarded_call import failure_reason
 from pipeline.environments.tool_call_syntax import ToolCallSyntax
-from pipeline.errors import RolloutError
+from pipeline.errors import DeadlineError, RolloutError
 from pipeline.rollout.agent_endpoint import anthropic_wire, openai_wire, responses_wire
 from pipeline.rollout.agent_endpoint.agent_call import ChatReply, CheckedRequest, RequestRefused, reply_of, text_before
 from pipeline.rollout.agent_endpoint.conversation_tree import ConversationTree, PrefixMatch
 from pipeline.utils.connection_limits import SpareRoom
 from pipeline.utils.limited_site import LimitedSite, is_authenticated, limit_connections
+
+log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 MAX_BODY = 1 << 26
@@ -58,7 +61,8 @@ class SampleFunction(Protocol):
     """The function that samples turns of the policy."""
 
     async def __call__(self, tokens: Sequence[int], n: int, max_tokens: int | None) -> Sequence[Turn]:
-        """`n` turns after `tokens`, within the run's token limits; `RolloutError` if the request can never succeed."""
+        """`n` turns after `tokens`, within the run's token limits; `RolloutError` if the request can never succeed,
+        `DeadlineError` if no server may be asked for too long."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,7 @@ class Endpoint:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Admit callers with the key, and translate errors to responses."""
         try:
-            if not any(secrets.compare_digest(key.encode(), self.key.encode()) for key in _keys(request)):
+            if not any(secrets.compare_digest(key, self.key.encode()) for key in _keys(request)):
                 raise RequestRefused("the key is not this episode's", 401, "invalid_api_key")
             is_authenticated(request)
             return await handler(request)
@@ -142,8 +146,15 @@ class Endpoint:
             return _refusal(request, refused)
         except RolloutError as error:
             return _refusal(request, RequestRefused(str(error)))
+        except DeadlineError as error:  # no server may be asked for now: clients retry this status
+            return _refusal(request, RequestRefused(str(error), 503, "server_error"))
         except web.HTTPClientError as error:
             return _refusal(request, RequestRefused(f"{request.path}: {error.reason}", error.status, "not_served"))
+        except (ConnectionError, web.HTTPException):  # the client has left a stream, or a response of aiohttp
+            raise
+        except Exception as error:
+            log.exception("a call of an agent failed: %s", request.path)
+            return _refusal(request, RequestRefused(failure_reason("the call failed:", error), 500, "server_error"))
 
     async def _chat_completion(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
@@ -272,10 +283,11 @@ def _ends_with_stop(text: str, stops: Sequence[str]) -> bool:
     return any(stop in text for stop in stops)
 
 
-def _keys(request: web.Request) -> tuple[str, str]:
+def _keys(request: web.Request) -> tuple[bytes, bytes]:
     """The keys of a request: as OpenAI's clients send it, and as Anthropic's do."""
     bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-    return bearer, request.headers.get("x-api-key", "").strip()
+    keys = bearer, request.headers.get("x-api-key", "").strip()
+    return keys[0].encode(errors="surrogateescape"), keys[1].encode(errors="surrogateescape")
 
 
 def _refusal(request: web.Request, refused: RequestRefused) -> web.Response:
