@@ -108,7 +108,9 @@ class Teacher:
 
     def _session(self) -> aiohttp.ClientSession:
         limit = aiohttp.ClientTimeout(total=self._config.seconds)
-        connector = aiohttp.TCPConnector(limit=self._config.concurrency)
+        # Not the connector's limit, whose wait for a free connection would count in the timeout of the request.
+        self._slots = asyncio.Semaphore(self._config.concurrency)
+        connector = aiohttp.TCPConnector(limit=0)
         return aiohttp.ClientSession(headers=self._headers, timeout=limit, connector=connector)
 
     async def _all(self, groups: Sequence[Group], should_stop: Callable[[], bool]) -> list[References | str] | None:
@@ -167,7 +169,7 @@ class Teacher:
         failures = 0
         while True:
             try:
-                async with http.post(url, json=body) as response:
+                async with self._slots, http.post(url, json=body) as response:
                     answer = await response.read()
                 if response.status == 200:
                     return answer
