@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from pipeline.config import TeacherConfig
 from pipeline.errors import RolloutError
+from pipeline.rollout.server_client import BUSY_STATUS
 from pipeline.transport.sample_records import Group
 from pipeline.transport.top_tokens import ABSENT, TopTokens
 from pipeline.utils.backoff import pause_after
@@ -37,7 +38,6 @@ from pipeline.utils.waiting import Deadline
 
 log = logging.getLogger(__name__)
 
-BUSY_STATUS = (408, 429)
 LOOK_SECONDS = 0.5
 
 
@@ -169,15 +169,18 @@ class Teacher:
         failures = 0
         while True:
             try:
-                async with self._slots, http.post(url, json=body) as response:
+                async with self._slots, http.post(url, json=body, allow_redirects=False) as response:
                     answer = await response.read()
                 if response.status == 200:
                     return answer
                 reason = f"status {response.status}: {error_text(answer)}"
+                if 300 <= response.status < 400:
+                    location = response.headers.get("Location", "another address")
+                    raise RolloutError(f"status {response.status}: redirected to {location}; set teacher.url to it")
                 if response.status < 500 and response.status not in BUSY_STATUS:
                     raise RolloutError(reason)
-            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
-                reason = str(error) or type(error).__name__
+            except (aiohttp.ClientError, OSError) as error:
+                reason = " ".join(str(error).split()) or type(error).__name__
             self._trouble = reason
             if failures in (0, 10, 100):
                 log.warning("the teacher at %s is retried: %s", url, reason)

@@ -199,8 +199,34 @@ def test_a_teacher_that_is_busy_or_away_is_asked_again(caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize(
+    "answer",
+    [
+        b"\x16\x03\x01 no HTTP\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-",
+        b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n{}",
+    ],
+)
+def test_a_teacher_that_answers_with_broken_http_is_asked_again(answer: bytes) -> None:
+    async def broken(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.write(answer)  # type: ignore[attr-defined]
+        request.transport.close()
+        return web.Response()
+
+    served = Served(broken)
+    (said,) = said_of(served, [GROUP]) or []
+    assert numbers(said) == [[0, -2.0625]]
+    assert len(served.asked) == 2
+
+
+async def redirecting(request: web.Request) -> web.StreamResponse:
+    return web.Response(status=302, headers={"Location": "/v1/completions"})
+
+
+@pytest.mark.parametrize(
     ("fault", "reason"),
     [
+        (redirecting, "teacher refused: status 302: redirected to /v1/completions; set teacher.url to it"),
         (status(404), "teacher refused: status 404: no such model"),
         (saying({"choices": []}), "teacher refused: its answer has no log-probability for each token"),
         (saying({"choices": [{"prompt_logprobs": [None]}]}), "teacher refused: its answer has no log-probability"),
