@@ -216,16 +216,16 @@ class Endpoint:
         """The position in the tree of a call whose body has `size` bytes. A long call is tokenized in a thread, off the
         event loop."""
         if not call.prompt:
-            place = partial(self._dialogue.match_prefix, call.messages, call.tools)
+            match = partial(self._dialogue.match_prefix, call.messages, call.tools)
         elif isinstance(call.prompt, str):
-            place = partial(self._dialogue.match_text, call.prompt)
+            match = partial(self._dialogue.match_text, call.prompt)
         else:
-            place = partial(self._dialogue.match_tokens, call.prompt)
+            match = partial(self._dialogue.match_tokens, call.prompt)
         # The body has tools and their arguments too, and the messages may have more than the body: those of
         # `previous_response_id`.
         size += sum(len(message["content"]) for message in call.messages)
         try:
-            return place() if size < LONG_TEXT else await asyncio.to_thread(place)
+            return match() if size < LONG_TEXT else await asyncio.to_thread(match)
         except Exception as error:  # noqa: BLE001 the template may fail on the agent's messages, which gets the error
             raise RequestRefused(failure_reason("the messages cannot be rendered:", error)) from None
 
