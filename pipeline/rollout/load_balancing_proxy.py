@@ -53,7 +53,7 @@ class LoadBalancingProxy:
         )
         app = web.Application(client_max_size=MAX_BYTES)
         app.router.add_route("*", "/{path:.*}", self._pass_on)
-        # A harness that gives up on a request ends it on the server too.
+        # A request that its harness abandons ends on the server too.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)

@@ -38,7 +38,7 @@ BUSY_STATUS = (408, 429)
 
 class TransientError(Exception):
     """A request that failed here and now; `reason` is its name in metrics. `at_work`: the server had accepted the
-    request, so a crash of the server may be its fault. `answered`: the server responded with an error of its own, a
+    request, so a crash of the server may be its fault. `answered`: the server itself responded with an error, a
     status of 500 or above or a malformed answer; `detail` is the response's text."""
 
     def __init__(self, reason: str, *, at_work: bool = False, answered: bool = False, detail: str = "") -> None:
