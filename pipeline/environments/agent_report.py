@@ -8,14 +8,12 @@ one line with the reason. Pure.
 """
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
 from pipeline.environments.guarded_call import encodable
-from pipeline.environments.reward_functions import number
+from pipeline.environments.reward_functions import is_finite, number
 
 REPORT_SYNTAX = 'a number, or {"reward": number, "metrics": {name: number}}'
 
@@ -45,7 +43,7 @@ def report_from(value: Any) -> AgentReport | str:
         keys = encodable(", ".join(map(str, value))) or "none"
         return f"the agent's report has the keys {keys}: expected {REPORT_SYNTAX}"
     metrics = value.get("metrics") or {}
-    if not isinstance(metrics, Mapping) or not all(map(_is_number, metrics.values())):
+    if not isinstance(metrics, Mapping) or not all(map(is_finite, metrics.values())):
         return f"the metrics in the agent's report are no numbers: expected {REPORT_SYNTAX}"
     reward = None if value["reward"] is None else number("the reward in the agent's report", value["reward"])
     return (
@@ -53,7 +51,3 @@ def report_from(value: Any) -> AgentReport | str:
         if isinstance(reward, str)
         else AgentReport(reward, {encodable(str(name)): float(metrics[name]) for name in metrics})
     )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)

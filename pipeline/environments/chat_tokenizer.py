@@ -1,7 +1,8 @@
 """Text to tokens and back, by the model's own tokenizer and chat template.
 
 Owns the only place where text is tokenized: prompts, demonstrations and observations, each once. Promises the tokens
-of Hugging Face's `apply_chat_template`, without importing torch or a model class. Must not know the meaning of a task.
+of Hugging Face's `apply_chat_template`, without importing torch or a model class; and that other threads run while a
+text of `LONG_TEXT` characters or more is tokenized. Must not know the meaning of a task.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,13 +10,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 from tokenizers.processors import ByteLevel
 
 from pipeline.data.chat_messages import Message
 from pipeline.environments.chat_template import ChatTemplate, read
 from pipeline.environments.task_protocol import Demonstration
 from pipeline.errors import ConfigError
+
+LONG_TEXT = 2000
+"""Characters of a text from which on tokenizing takes longer than the hand-over to a thread."""
 
 
 class ChatTokenizer:
@@ -72,7 +76,14 @@ class ChatTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text without any addition; special tokens written in the text are recognized."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return list(self._encoding(text).ids)
+
+    def _encoding(self, text: str) -> Encoding:
+        if len(text) < LONG_TEXT:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        # `encode` holds Python's lock throughout, so that a thread would not help an event loop; `encode_batch` does
+        # not.
+        return self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
 
     @cached_property
     def stops(self) -> tuple[str, ...]:
@@ -85,7 +96,7 @@ class ChatTokenizer:
         Each token with a byte of a character covers the whole character. White space that a tokenizer omits from its
         offsets, as some do before a word, belongs to the following token.
         """
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        encoding = self._encoding(text)
         offsets, reached = [], 0
         for begin, end in encoding.offsets:
             # `reached` is the end of the text covered so far: a gap belongs to the token after it.

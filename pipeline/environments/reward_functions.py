@@ -136,8 +136,19 @@ def number(title: str, value: Any) -> float | str:
     """`value` as a finite number, or the reason why it is none."""
     if not isinstance(value, Real) and not _is_scalar(value):
         return reason_line(f"{title} is no number: {type(value).__name__} {value!r}")
-    score = float(value)
+    try:
+        score = float(value)
+    except OverflowError:
+        return f"{title} is too large for a float"
     return score if math.isfinite(score) else f"{title} is not finite: {score}"
+
+
+def is_finite(value: Any) -> bool:
+    """Whether `value` is a finite number as a float: an integer may be too large for one."""
+    try:
+        return isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _is_scalar(value: Any) -> bool:
@@ -152,9 +163,7 @@ def _short_repr(value: Any) -> str:
 def _numbers(scores: Mapping[Any, Any]) -> dict[str, float]:
     """All finite numbers of verl's dict except `score`, by name."""
     return {
-        encodable(str(name)): float(value)
-        for name, value in scores.items()
-        if name != "score" and isinstance(value, Real) and math.isfinite(value)
+        encodable(str(name)): float(value) for name, value in scores.items() if name != "score" and is_finite(value)
     }
 
 

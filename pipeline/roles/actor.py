@@ -35,6 +35,7 @@ from pipeline.transport.eval_records import EvalRequest
 from pipeline.transport.sample_records import TASK_CALLS
 from pipeline.transport.shared_state import SharedState
 from pipeline.utils import heartbeat
+from pipeline.utils.connection_limits import raise_open_files
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ READ_SECONDS = 60.0
 def launch(context: RoleContext) -> RoleCommand:
     """One process with one busy thread, and below it the worker processes of the task."""
     argv = (sys.executable, "-P", "-m", "pipeline.roles.actor", *context.arguments())
-    env = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+    env = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "TOKENIZERS_PARALLELISM": "false"}
     return RoleCommand(argv=argv, env=env, has_heartbeat=1, ready=context.is_ready, stage=SERVICES)
 
 
@@ -146,6 +147,7 @@ async def _run_until_signal(context: RoleContext) -> None:
 def main(arguments: list[str]) -> None:
     """The role's process."""
     heartbeat.start()
+    raise_open_files()  # an episode of an agent needs four, and thousands may be in flight
     context = RoleContext.from_arguments(arguments)
     context.configure_logs()
     context.report("starting")

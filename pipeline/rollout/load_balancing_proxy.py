@@ -2,8 +2,8 @@
 
 Owns the forwarding of HTTP requests, for programs that use one OpenAI-compatible address. Each request goes to the
 server with the fewest running requests, or to another if that one is unreachable. The response is returned unchanged,
-streamed or whole. Promises that it admits nothing that the servers would refuse, because it forwards the caller's key;
-and that it listens on this machine's loopback only.
+streamed or whole, and a client that disconnects ends its request on the server. Promises that it admits nothing that
+the servers would refuse, because it forwards the caller's key; and that it listens on this machine's loopback only.
 
     async with LoadBalancingProxy(["127.0.0.3:8000", "127.0.0.4:8000"], key) as proxy:
         proxy.url       # http://127.0.0.1:40001
@@ -53,7 +53,8 @@ class LoadBalancingProxy:
         )
         app = web.Application(client_max_size=MAX_BYTES)
         app.router.add_route("*", "/{path:.*}", self._pass_on)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        # A request that its harness abandons ends on the server too.
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()

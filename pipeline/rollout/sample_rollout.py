@@ -18,7 +18,7 @@ import numpy as np
 from msgspec import structs
 
 from pipeline.environments import Completion, Episode, Prompt, Task
-from pipeline.environments.chat_tokenizer import ChatTokenizer
+from pipeline.environments.chat_tokenizer import LONG_TEXT, ChatTokenizer
 from pipeline.environments.episode import EpisodeBranch
 from pipeline.environments.guarded_call import encodable, failure_reason, is_cancelled, reason_line
 from pipeline.environments.reward_functions import number
@@ -32,11 +32,6 @@ from pipeline.rollout.server_pool import InferenceClient
 from pipeline.transport.record_wire import decode_record, encode_record
 from pipeline.transport.sample_records import MAX_VERSION_OFFSET, Branch, Sample
 from pipeline.transport.turn_times import TurnTimes
-
-LONG_PROMPT = 2000
-"""Characters of a prompt above which tokenizing takes longer than the hand-over to a thread."""
-CLEAN_UP_SECONDS = 5.0
-"""Timeout of a task's clean-up after its sample is abandoned; after that the group no longer waits for it."""
 
 
 UNSCORED = Score(0.0)
@@ -111,13 +106,13 @@ async def _first(episodes: Sequence[Coroutine[Any, Any, Rollout]], count: int) -
         for task in running:
             task.cancel()
         if running:
-            await asyncio.wait(running, timeout=CLEAN_UP_SECONDS)
+            await asyncio.wait(running)  # each ends within `CLEAN_UP_SECONDS` (`PausableTimeout.limit`)
     return [ended.get(task, abandoned) for task in tasks]
 
 
 async def _tokens(chat: ChatTokenizer, text: str) -> list[int]:
     """The tokens of a prompt. A long prompt is tokenized in a thread, off the event loop."""
-    return chat.encode(text) if len(text) < LONG_PROMPT else await asyncio.to_thread(chat.encode, text)
+    return chat.encode(text) if len(text) < LONG_TEXT else await asyncio.to_thread(chat.encode, text)
 
 
 async def _episode(task: Task, prompt: Prompt, sampler: Sampler, index: int) -> Rollout:

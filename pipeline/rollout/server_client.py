@@ -38,11 +38,12 @@ BUSY_STATUS = (408, 429)
 
 class TransientError(Exception):
     """A request that failed here and now; `reason` is its name in metrics. `at_work`: the server had accepted the
-    request, so a crash of the server may be its fault."""
+    request, so a crash of the server may be its fault. `answered`: the server itself responded with an error, a
+    status of 500 or above or a malformed answer; `detail` is the response's text."""
 
-    def __init__(self, reason: str, *, at_work: bool = False) -> None:
+    def __init__(self, reason: str, *, at_work: bool = False, answered: bool = False, detail: str = "") -> None:
         super().__init__(reason)
-        self.reason, self.at_work = reason, at_work
+        self.reason, self.at_work, self.answered, self.detail = reason, at_work, answered, detail
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,7 @@ class Server(HasBackoff):
         try:
             answer = parse_answer(response, request.n)
         except ValueError:
-            raise TransientError("malformed answer") from None
+            raise TransientError("malformed answer", answered=True) from None
         self.prompts.add(answer)
         if request.repeats:
             tokens = min(request.repeats, answer.prompt_tokens)
@@ -208,8 +209,10 @@ class Server(HasBackoff):
             raise TransientError("disconnected", at_work=not isinstance(error, aiohttp.ClientConnectorError)) from None
         finally:
             interruption.cancel()
-        if response.status >= 500 or response.status in BUSY_STATUS:
-            raise TransientError(f"status {response.status}", at_work=response.status >= 500)
+        if response.status in BUSY_STATUS:
+            raise TransientError(f"status {response.status}")
+        if response.status >= 500:
+            raise TransientError(f"status {response.status}", at_work=True, answered=True, detail=error_text(answer))
         if response.status != 200:
             raise RolloutError(f"{self.endpoint} refused with status {response.status}: {error_text(answer)}")
         return answer
@@ -271,7 +274,7 @@ def _routed_experts(choice: Choice, request: GenerationRequest) -> tuple[bytes, 
     try:
         return request.known + parse_routed_experts(choice.routed_experts, request.routing, read)
     except ValueError:
-        raise TransientError("malformed answer") from None
+        raise TransientError("malformed answer", answered=True) from None
 
 
 def _token_versions(choice: Choice, oldest: int, *, reported: bool) -> tuple[int, ...]:

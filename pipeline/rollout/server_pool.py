@@ -2,9 +2,10 @@
 
 Owns the choice of a server for each request, and the handling of failures: the server that has the request's prefix in
 its cache, unless it is overloaded, else the least loaded one; transient failures retried elsewhere with growing pauses,
-and without limit unless servers crash under the request. Promises that
-only servers with recent enough weights get requests, and that cancelling a call ends it at once. Waits without polling
-while there is no such server, for at most `server_seconds`. Must not know tasks, streams or how weights travel.
+and without limit unless servers crash under the request, or live servers answer it with errors for `server_seconds`.
+Promises that only servers with recent enough weights get requests, and that cancelling a call ends it at once. Waits
+without polling while there is no such server, for at most `server_seconds`. Must not know tasks, streams or how weights
+travel.
 
 A sample that was cut off by a weight update or a request's time limit is continued: its tokens, log-probabilities and
 versions are retained, and only the rest is requested. Sampling it again would favor short samples, which are cut off
@@ -79,7 +80,8 @@ class InferenceClient:
             request_seconds: time limit of one request on one server; the rest is then requested elsewhere.
             max_tokens_per_request: limit of one request in tokens; None: none.
             max_lag: largest number of versions by which a server may trail the newest one and still get requests.
-            server_seconds: timeout of the wait for an eligible server.
+            server_seconds: timeout of the wait for an eligible server, and time for which live servers may answer a
+                request with errors.
             fixed: whether the servers load their weights from disk and never change them.
             routing: the shape of the routed experts that every response must have; None: none are requested.
             keeps_prefixes: whether an episode uses its cached prefixes after an update of the weights too.
@@ -160,8 +162,9 @@ class InferenceClient:
         with its input, which this server computed under the policy version `computed_at`.
         `note` receives each response as it comes: the index of the continuation, and its next part.
 
-        Retries until the request succeeds. Raises `RolloutError` for a request that can never succeed or under which
-        servers crash, and `DeadlineError` if no server is eligible for `server_seconds`.
+        Retries until the request succeeds. Raises `RolloutError` for a request that can never succeed, under which
+        servers crash, or which live servers answer with errors for `server_seconds`; and `DeadlineError` if no server
+        is eligible for `server_seconds`.
         """
         self._check(token_ids)
         self.requests += 1
@@ -207,6 +210,7 @@ class InferenceClient:
     async def _somewhere(self, request: GenerationRequest, cached_on: str) -> list[Completion]:
         """The completions from the first server that succeeds; for a long request only the first piece."""
         pauses, crashes, abandoned = _pauses(), 0, self._suspects.abandoned
+        errors = _ErrorStreak(self._server_seconds)
         piece = min(request.max_tokens, self._piece or request.max_tokens)
         while crashes < MAX_SERVER_CRASHES:
             async with self._suspects.attempt(crashes):
@@ -220,7 +224,9 @@ class InferenceClient:
                     server.backoff.record_failure()
                     # A server that has left may stop under its requests, which are not to blame.
                     blamed = failure.at_work and not server.leaving.is_set()
-                    crashes += blamed and await is_dead(self._http, server.endpoint)
+                    crashed = blamed and await is_dead(self._http, server.endpoint)
+                    crashes += crashed
+                    errors.note(failure, server, crashed)
                 else:
                     server.backoff.record_success()
                     self.retries.update("aborted" for completion in completions if not completion.complete)
@@ -312,6 +318,27 @@ class InferenceClient:
         if lowest < 0 or (self._vocabulary is not None and highest >= self._vocabulary):
             invalid = lowest if lowest < 0 else highest
             raise RolloutError(f"token id {invalid} is outside of the vocabulary of {self._vocabulary} tokens")
+
+
+class _ErrorStreak:
+    """The time for which live servers, and no others, have answered one request with errors.
+
+    Any other failure ends the streak: a server that restarts, is busy or cannot be reached is waited for.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._deadline: Deadline | None = None
+
+    def note(self, failure: TransientError, server: Server, crashed: bool) -> None:
+        """Count a failed try; `RolloutError` when the streak is too long."""
+        if not failure.answered or crashed or server.leaving.is_set():
+            self._deadline = None
+        elif self._deadline is None:
+            self._deadline = Deadline("an answer without an error", self._seconds)
+        elif self._deadline.passed:
+            last = ": ".join(filter(None, (f"{server.endpoint} answered with {failure.reason}", failure.detail)))
+            raise RolloutError(f"live servers answered with errors for {self._seconds:g} s; {last}")
 
 
 def _common_prefix(one: list[int], other: list[int]) -> int:

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from pipeline.config import TeacherConfig
 from pipeline.errors import RolloutError
+from pipeline.rollout.server_client import BUSY_STATUS
 from pipeline.transport.sample_records import Group
 from pipeline.transport.top_tokens import ABSENT, TopTokens
 from pipeline.utils.backoff import pause_after
@@ -37,7 +38,6 @@ from pipeline.utils.waiting import Deadline
 
 log = logging.getLogger(__name__)
 
-BUSY_STATUS = (408, 429)
 LOOK_SECONDS = 0.5
 
 
@@ -108,7 +108,9 @@ class Teacher:
 
     def _session(self) -> aiohttp.ClientSession:
         limit = aiohttp.ClientTimeout(total=self._config.seconds)
-        connector = aiohttp.TCPConnector(limit=self._config.concurrency)
+        # Not the connector's limit, whose wait for a free connection would count in the timeout of the request.
+        self._slots = asyncio.Semaphore(self._config.concurrency)
+        connector = aiohttp.TCPConnector(limit=0)
         return aiohttp.ClientSession(headers=self._headers, timeout=limit, connector=connector)
 
     async def _all(self, groups: Sequence[Group], should_stop: Callable[[], bool]) -> list[References | str] | None:
@@ -167,15 +169,18 @@ class Teacher:
         failures = 0
         while True:
             try:
-                async with http.post(url, json=body) as response:
+                async with self._slots, http.post(url, json=body, allow_redirects=False) as response:
                     answer = await response.read()
                 if response.status == 200:
                     return answer
                 reason = f"status {response.status}: {error_text(answer)}"
+                if 300 <= response.status < 400:
+                    location = response.headers.get("Location", "another address")
+                    raise RolloutError(f"status {response.status}: redirected to {location}; set teacher.url to it")
                 if response.status < 500 and response.status not in BUSY_STATUS:
                     raise RolloutError(reason)
-            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
-                reason = str(error) or type(error).__name__
+            except (aiohttp.ClientError, OSError) as error:
+                reason = " ".join(str(error).split()) or type(error).__name__
             self._trouble = reason
             if failures in (0, 10, 100):
                 log.warning("the teacher at %s is retried: %s", url, reason)

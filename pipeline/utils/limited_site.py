@@ -8,7 +8,7 @@ import asyncio
 
 from aiohttp import web
 
-from pipeline.utils.connection_limits import ConnectionLimiter
+from pipeline.utils.connection_limits import ConnectionLimiter, SpareRoom
 
 _ADMISSION = web.AppKey("admission", ConnectionLimiter)
 _BACKLOG = 1024
@@ -50,9 +50,10 @@ class LimitedSite(web.BaseSite):
         )
 
 
-def limit_connections(app: web.Application, name: str, most: int) -> ConnectionLimiter:
-    """Attach a limiter of `most` unauthenticated connections to this application, before its runner is set up."""
-    app[_ADMISSION] = ConnectionLimiter(name, most)
+def limit_connections(app: web.Application, name: str, most: int, spare: SpareRoom | None = None) -> ConnectionLimiter:
+    """Attach a limiter of `most` unauthenticated connections to this application, before its runner is set up. Beyond
+    these it may use `spare` room, which other applications share."""
+    app[_ADMISSION] = ConnectionLimiter(name, most, spare=spare)
     return app[_ADMISSION]
 
 

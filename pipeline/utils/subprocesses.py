@@ -24,6 +24,7 @@ from typing import NoReturn
 import psutil
 
 from pipeline.utils import exec_shielded
+from pipeline.utils.connection_limits import inherited_open_files
 from pipeline.utils.forked_process import ForkedProcess, ForkRequest
 from pipeline.utils.waiting import Deadline
 
@@ -274,7 +275,7 @@ def _execute(
     argv: tuple[str, ...], env: dict[str, str], stdin: int, output: int
 ) -> "ForkedProcess | subprocess.Popen[bytes]":
     """Start a program with exec, shielded (`pipeline.utils.exec_shielded`), in its own session."""
-    wrapper = [sys.executable, "-I", "-S", exec_shielded.__file__, str(os.getpid())]
+    wrapper = [sys.executable, "-I", "-S", exec_shielded.__file__, str(os.getpid()), str(inherited_open_files())]
     with _blocked(exec_shielded.SHIELDED):
         return subprocess.Popen(
             [*wrapper, *argv],

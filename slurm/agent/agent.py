@@ -44,7 +44,7 @@ from slurm.agent.control_link import ControlLinks
 from slurm.agent.control_tree import ChangeBoard
 from slurm.agent.multi_process_service import multi_process_service, share_gpus
 from slurm.agent.neighbor_watch import NeighborWatch
-from slurm.agent.node_check import find_node
+from slurm.agent.node_check import find_node, warn_of_open_files
 from slurm.agent.node_forks import node_forks, roles_of
 from slurm.agent.node_partition import NodePartition, processes_of
 from slurm.agent.node_report import report_node
@@ -261,6 +261,8 @@ def _meet(
     plan, interface = make_plan(config), environment.interface
     if environment.ranks != plan.ranks:
         raise RendezvousError(f"the job has {environment.ranks} ranks and the plan {plan.ranks}; submit the run again")
+    if environment.rank == 0:
+        warn_of_open_files(plan, config)
     gpus, unfit = find_node(paths, plan, environment, resources, config.resources.needs_mps)
     holders = [resources.enter_context(subprocesses.hold_port()) for _ in range(plan.ports_per_rank)]
     addresses, token = environment.addresses_on(config.cluster.network), secrets.token_hex(16)

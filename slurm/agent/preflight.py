@@ -7,6 +7,7 @@ and name the reason. Reads no environment variable; the caller passes the schedu
 
 import errno
 import os
+import resource
 import shutil
 import socket
 import subprocess
@@ -23,6 +24,9 @@ MPS_PROGRAM = "nvidia-cuda-mps-control"
 """The control program of NVIDIA's Multi-Process Service, a part of the driver."""
 MIB, GIB = 1 << 20, 1 << 30
 
+FILES_PER_EPISODE = 4
+"""Open files of the actor for an episode of an agent service: its endpoint, the connection to the service, the agent's
+connection to the endpoint, and the connection to the inference server."""
 
 BUSY_FRACTION = 0.1
 """Fraction of a GPU's memory above which the GPU counts as held by another process."""
@@ -66,6 +70,19 @@ class NodeRequirements(msgspec.Struct, frozen=True, kw_only=True):
 def preflight(folder: Path, gpus: Sequence[Gpu], needs: NodeRequirements) -> tuple[str, ...]:
     """The problems of this node, one sentence each; empty for a fit node. `folder` is the run directory."""
     return (*_disk_problems(folder, needs), *_memory_problems(needs), *_gpu_problems(gpus, needs))
+
+
+def open_files_warning(episodes: int, limit: int | None = None) -> str:
+    """A sentence if the hard limit of open files (`limit`, by default this process's) is too low for an actor with so
+    many episodes of an agent in flight; else empty. Other tasks need one file an episode, so the node is still fit."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1] if limit is None else limit
+    needed = FILES_PER_EPISODE * episodes
+    if hard == resource.RLIM_INFINITY or needed <= hard:
+        return ""
+    return (
+        f"a process may open {hard} files (ulimit -Hn), and {episodes} episodes of an agent in flight need about "
+        f"{needed}: raise the limit, or lower rollout.concurrency"
+    )
 
 
 def find_gpus(visible: str | None) -> tuple[Gpu, ...]:

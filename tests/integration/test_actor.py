@@ -1,6 +1,7 @@
 """The actor's process: a real Redis, servers over real HTTP, and the test in the trainer's place."""
 
 import math
+import resource
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -461,3 +462,19 @@ def test_it_stops_when_it_is_told_to_before_the_first_weights(trainer: Trainer) 
     status = trainer.attempt.context("actor").status()
     assert status is not None
     assert status.state == "stopped"
+
+
+def test_it_may_open_as_many_files_as_the_system_permits_and_programs_of_a_task_as_before(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    trainer = a_trainer(stack, tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        actor = psutil.Process(trainer.attempt.start("actor", {"STARTED_BY": "exec"}).pid)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert actor.rlimit(psutil.RLIMIT_NOFILE) == (hard, hard)
+    workers = wait_for("a worker of the task", actor.children, WAIT_SECONDS)
+    wait_for("its command", lambda: "task_worker" in " ".join(workers[0].cmdline()), WAIT_SECONDS)
+    assert workers[0].rlimit(psutil.RLIMIT_NOFILE) == (256, hard)

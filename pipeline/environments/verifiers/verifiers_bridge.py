@@ -20,6 +20,7 @@ import asyncio
 import itertools
 import json
 import os
+import resource
 import socket
 import sys
 from contextlib import AsyncExitStack
@@ -207,6 +208,8 @@ def main() -> None:
     channel = socket.socket(fileno=os.dup(0))
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), 0)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # every episode in flight has connections here
     sys.path.append(str(Path(__file__).parent))  # the harness's folder, last so that it shadows no package
     try:
         import verifiers.v1  # noqa: F401

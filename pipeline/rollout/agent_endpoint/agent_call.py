@@ -9,11 +9,15 @@ with a status and a one-line reason. Must not know the format of any protocol. P
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
+
+import msgspec
 
 from pipeline.data.chat_messages import Message, MessageError, read_messages, read_tools
 from pipeline.environments.tool_call_syntax import ToolCallSyntax, parameter_types, parse_calls
+
+Body = TypeVar("Body")
 
 
 class RequestRefused(Exception):
@@ -72,12 +76,36 @@ class ChatReply:
         return self.reply.get("tool_calls") or ()
 
 
+def read_body(body: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
+    """Decode the body of a request."""
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestRefused(f"the request cannot be read: {error}") from None
+
+
 def read_chat_messages(messages: Any, tools: Any) -> tuple[tuple[Message, ...], tuple[Mapping[str, Any], ...]]:
     """The messages and tools of a chat, both in OpenAI's chat format, in the form of the chat template."""
     try:
-        return read_messages(messages), read_tools(tools)
+        read = read_messages(messages), read_tools(tools)
     except MessageError as error:
         raise RequestRefused(str(error)) from None
+    except RecursionError as error:
+        raise RequestRefused(f"the messages are nested too deeply: {error}") from None
+    for index, tool in enumerate(read[1]):
+        _check_tool(index, tool)
+    return read
+
+
+def _check_tool(index: int, tool: Mapping[str, Any]) -> None:
+    """A tool must have a name, by which the policy calls it. Checked before a reply is sampled, whose calls need it."""
+    function = tool.get("function", tool)
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not name or not isinstance(name, str):
+        why = f"a tool of type {tool.get('type')!r} without a function's name; this endpoint has no built-in tools"
+        raise RequestRefused(f"tools[{index}]: {why}", code="unsupported_tool")
+    if not isinstance(function.get("parameters") or {}, Mapping):
+        raise RequestRefused(f"tools[{index}]: the parameters of {name} are no JSON schema")
 
 
 def max_tokens_of(limit: int | None, name: str) -> int | None:

@@ -25,6 +25,7 @@ from pipeline.rollout.agent_endpoint.agent_call import (
     CheckedRequest,
     RequestRefused,
     max_tokens_of,
+    read_body,
     read_chat_messages,
 )
 
@@ -66,10 +67,7 @@ def error_body(refused: RequestRefused) -> dict[str, Any]:
 
 def read_request(body: bytes, *, counts: bool = False) -> CheckedRequest:
     """Parse a request for a message. With `counts` it is for the number of its tokens, and needs no `max_tokens`."""
-    try:
-        request = _request_adapter.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestRefused(f"the request cannot be read: {error}") from None
+    request = read_body(body, _request_adapter)
     if request.max_tokens is None and not counts:
         raise RequestRefused("max_tokens: field required")
     if request.mcp_servers:

@@ -16,10 +16,12 @@ and recorded by `_answers`.
 
 import asyncio
 import json
+import logging
 import secrets
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
@@ -28,21 +30,25 @@ from aiohttp import web
 from pipeline.data.chat_messages import Message
 from pipeline.environments import Episode, Turn
 from pipeline.environments.agent_report import AgentReport, parse_report
-from pipeline.environments.chat_tokenizer import ChatTokenizer
+from pipeline.environments.chat_tokenizer import LONG_TEXT, ChatTokenizer
 from pipeline.environments.guarded_call import failure_reason
 from pipeline.environments.tool_call_syntax import ToolCallSyntax
-from pipeline.errors import RolloutError
+from pipeline.errors import DeadlineError, RolloutError
 from pipeline.rollout.agent_endpoint import anthropic_wire, openai_wire, responses_wire
 from pipeline.rollout.agent_endpoint.agent_call import ChatReply, CheckedRequest, RequestRefused, reply_of, text_before
 from pipeline.rollout.agent_endpoint.conversation_tree import ConversationTree, PrefixMatch
+from pipeline.utils.connection_limits import SpareRoom
 from pipeline.utils.limited_site import LimitedSite, is_authenticated, limit_connections
+
+log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 MAX_BODY = 1 << 26
 MAX_UNAUTHENTICATED = 32
 """Largest number of connections without a valid key. Hundreds of episodes may each have an endpoint."""
-LONG = 2000
-"""Characters of a conversation above which tokenizing takes longer than the hand-over to a thread."""
+_BURSTS = SpareRoom(1024)
+"""Room for more of them, which all endpoints share, for an agent that makes many calls at once: OpenAI's client opens
+up to 1,000 connections, and the loop accepts all of them before it reads the first key."""
 DONE = b"data: [DONE]\n\n"
 """The end of a stream of chat completions or completions."""
 MODEL = "policy"
@@ -55,7 +61,8 @@ class SampleFunction(Protocol):
     """The function that samples turns of the policy."""
 
     async def __call__(self, tokens: Sequence[int], n: int, max_tokens: int | None) -> Sequence[Turn]:
-        """`n` turns after `tokens`, within the run's token limits; `RolloutError` if the request can never succeed."""
+        """`n` turns after `tokens`, within the run's token limits; `RolloutError` if the request can never succeed,
+        `DeadlineError` if no server may be asked for too long."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +112,7 @@ class Endpoint:
         application.router.add_post("/v1/messages/count_tokens", self._count_tokens)
         application.router.add_get("/v1/models", self._models)
         application.router.add_post("/v1/reward", self._reward)
-        admission = limit_connections(application, "an episode's endpoint", MAX_UNAUTHENTICATED)
+        admission = limit_connections(application, "an episode's endpoint", MAX_UNAUTHENTICATED, _BURSTS)
         # A client that disconnects cancels its handler, and with it the sampling.
         self._runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=0.0)
         await self._runner.setup()
@@ -131,7 +138,7 @@ class Endpoint:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Admit callers with the key, and translate errors to responses."""
         try:
-            if not any(secrets.compare_digest(key.encode(), self.key.encode()) for key in _keys(request)):
+            if not any(secrets.compare_digest(key, self.key.encode()) for key in _keys(request)):
                 raise RequestRefused("the key is not this episode's", 401, "invalid_api_key")
             is_authenticated(request)
             return await handler(request)
@@ -139,31 +146,38 @@ class Endpoint:
             return _refusal(request, refused)
         except RolloutError as error:
             return _refusal(request, RequestRefused(str(error)))
+        except DeadlineError as error:  # no server may be asked for now: clients retry this status
+            return _refusal(request, RequestRefused(str(error), 503, "server_error"))
         except web.HTTPClientError as error:
             return _refusal(request, RequestRefused(f"{request.path}: {error.reason}", error.status, "not_served"))
+        except (ConnectionError, web.HTTPException):  # the client has left a stream, or a response of aiohttp
+            raise
+        except Exception as error:
+            log.exception("a call of an agent failed: %s", request.path)
+            return _refusal(request, RequestRefused(failure_reason("the call failed:", error), 500, "server_error"))
 
     async def _chat_completion(self, request: web.Request) -> web.StreamResponse:
-        call = openai_wire.read_chat(await request.read())
-        match = await self._placed(call)
+        body = await request.read()
+        call = openai_wire.read_chat(body)
+        match = await self._placed(call, len(body))
         replies = await self._answers(call, match)
         if call.stream:
             return await self._streamed(request, openai_wire.chat_events(call, replies, len(match.tokens)), DONE)
         return web.json_response(openai_wire.chat_answer(call, replies, len(match.tokens)))
 
     async def _completion(self, request: web.Request) -> web.StreamResponse:
-        call = openai_wire.read_completion(await request.read())
-        if isinstance(call.prompt, str):
-            match = self._dialogue.match_text(call.prompt)
-        else:
-            match = self._dialogue.match_tokens(call.prompt)
+        body = await request.read()
+        call = openai_wire.read_completion(body)
+        match = await self._placed(call, len(body))
         replies = await self._answers(call, match)
         if call.stream:
             return await self._streamed(request, openai_wire.completion_events(call, replies, len(match.tokens)), DONE)
         return web.json_response(openai_wire.completion_answer(call, replies, len(match.tokens)))
 
     async def _response(self, request: web.Request) -> web.StreamResponse:
-        call = responses_wire.read_request(await request.read(), self._responses)
-        match = await self._placed(call)
+        body = await request.read()
+        call = responses_wire.read_request(body, self._responses)
+        match = await self._placed(call, len(body))
         (reply,) = await self._answers(call, match)
         answer = responses_wire.response_answer(call, reply, len(match.tokens))
         if call.stored:
@@ -173,8 +187,9 @@ class Endpoint:
         return web.json_response(answer)
 
     async def _message(self, request: web.Request) -> web.StreamResponse:
-        call = anthropic_wire.read_request(await request.read())
-        match = await self._placed(call)
+        body = await request.read()
+        call = anthropic_wire.read_request(body)
+        match = await self._placed(call, len(body))
         (reply,) = await self._answers(call, match)
         answer = anthropic_wire.message_answer(call, reply, len(match.tokens))
         if call.stream:
@@ -182,7 +197,8 @@ class Endpoint:
         return web.json_response(answer)
 
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
-        match = await self._placed(anthropic_wire.read_request(await request.read(), counts=True))
+        body = await request.read()
+        match = await self._placed(anthropic_wire.read_request(body, counts=True), len(body))
         return web.json_response({"input_tokens": len(match.tokens)})
 
     async def _models(self, _: web.Request) -> web.StreamResponse:
@@ -196,12 +212,20 @@ class Endpoint:
         self._report = report
         return web.json_response({})
 
-    async def _placed(self, call: CheckedRequest) -> PrefixMatch:
-        """The position of the call in the tree. A long conversation is tokenized in a thread, off the event loop."""
+    async def _placed(self, call: CheckedRequest, size: int) -> PrefixMatch:
+        """The position in the tree of a call whose body has `size` bytes. A long call is tokenized in a thread, off the
+        event loop."""
+        if not call.prompt:
+            match = partial(self._dialogue.match_prefix, call.messages, call.tools)
+        elif isinstance(call.prompt, str):
+            match = partial(self._dialogue.match_text, call.prompt)
+        else:
+            match = partial(self._dialogue.match_tokens, call.prompt)
+        # The body has tools and their arguments too, and the messages may have more than the body: those of
+        # `previous_response_id`.
+        size += sum(len(message["content"]) for message in call.messages)
         try:
-            if sum(len(message["content"]) for message in call.messages) < LONG:
-                return self._dialogue.match_prefix(call.messages, call.tools)
-            return await asyncio.to_thread(self._dialogue.match_prefix, call.messages, call.tools)
+            return match() if size < LONG_TEXT else await asyncio.to_thread(match)
         except Exception as error:  # noqa: BLE001 the template may fail on the agent's messages, which gets the error
             raise RequestRefused(failure_reason("the messages cannot be rendered:", error)) from None
 
@@ -259,10 +283,11 @@ def _ends_with_stop(text: str, stops: Sequence[str]) -> bool:
     return any(stop in text for stop in stops)
 
 
-def _keys(request: web.Request) -> tuple[str, str]:
+def _keys(request: web.Request) -> tuple[bytes, bytes]:
     """The keys of a request: as OpenAI's clients send it, and as Anthropic's do."""
     bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-    return bearer, request.headers.get("x-api-key", "").strip()
+    keys = bearer, request.headers.get("x-api-key", "").strip()
+    return keys[0].encode(errors="surrogateescape"), keys[1].encode(errors="surrogateescape")
 
 
 def _refusal(request: web.Request, refused: RequestRefused) -> web.Response:

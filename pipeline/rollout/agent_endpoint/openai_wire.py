@@ -23,6 +23,7 @@ from pipeline.rollout.agent_endpoint.agent_call import (
     CheckedRequest,
     RequestRefused,
     max_tokens_of,
+    read_body,
     read_chat_messages,
 )
 
@@ -54,20 +55,21 @@ _request_adapter = msgspec.json.Decoder(_RequestBody)
 
 def error_body(refused: RequestRefused) -> dict[str, Any]:
     """The body of an error response."""
-    error = {"message": refused.why, "type": "invalid_request_error", "code": refused.code, "param": None}
+    kind = "server_error" if refused.status >= 500 else "invalid_request_error"
+    error = {"message": refused.why, "type": kind, "code": refused.code, "param": None}
     return {"error": error}
 
 
 def read_chat(body: bytes) -> CheckedRequest:
     """Parse a request for a chat completion."""
-    request = _read(body)
+    request = read_body(body, _request_adapter)
     messages, tools = read_chat_messages(request.messages, request.tools)
     return _checked(request, messages=messages, tools=tools, parses=bool(tools) and request.tool_choice != "none")
 
 
 def read_completion(body: bytes) -> CheckedRequest:
     """Parse a request for the completion of a plain prompt."""
-    request = _read(body)
+    request = read_body(body, _request_adapter)
     prompt = request.prompt
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         (prompt,) = prompt
@@ -128,15 +130,8 @@ def completion_events(
         yield head | {"choices": [], "usage": _usage(replies, prompt_tokens)}
 
 
-def _read(body: bytes) -> _RequestBody:
-    try:
-        return _request_adapter.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestRefused(f"the request cannot be read: {error}") from None
-
-
 def _checked(request: _RequestBody, **fields: Any) -> CheckedRequest:
-    count = request.n or 1
+    count = 1 if request.n is None else request.n
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     if not 1 <= count <= MAX_CHOICES:
         raise RequestRefused(f"n={count}: expected 1 to {MAX_CHOICES}")

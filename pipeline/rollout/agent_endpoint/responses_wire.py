@@ -30,6 +30,7 @@ from pipeline.rollout.agent_endpoint.agent_call import (
     CheckedRequest,
     RequestRefused,
     max_tokens_of,
+    read_body,
     read_chat_messages,
 )
 from pipeline.rollout.agent_endpoint.openai_wire import logprobs_of
@@ -81,10 +82,7 @@ class ResponsesRequest(CheckedRequest):
 
 def read_request(body: bytes, stored: Mapping[str, tuple[Message, ...]]) -> ResponsesRequest:
     """Parse a request. `stored`: the messages of the episode's responses, each with its reply, by their ids."""
-    try:
-        request = _request_adapter.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestRefused(f"the request cannot be read: {error}") from None
+    request = read_body(body, _request_adapter)
     for name, hint in _UNSERVED.items():
         if getattr(request, name):
             raise RequestRefused(f"{name} is not served: {hint}", code="unsupported_parameter")

@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 
 from pipeline.utils.network_interfaces import candidate_addresses
-from slurm.agent.preflight import GIB, Gpu, NodeRequirements, find_gpus, free_memory, node_id, preflight
+from slurm.agent.preflight import (
+    GIB,
+    Gpu,
+    NodeRequirements,
+    find_gpus,
+    free_memory,
+    node_id,
+    open_files_warning,
+    preflight,
+)
 
 
 @pytest.fixture
@@ -62,6 +71,15 @@ def test_too_little_disk_and_memory_are_named_with_both_numbers(tmp_path):
     assert disk.startswith(f"{tmp_path} has ")
     assert disk.endswith(f"GiB left, {(1 << 60) / GIB:.1f} are needed")
     assert memory.endswith("GiB of memory free, 1048576.0 are needed")
+
+
+def test_too_low_a_limit_of_open_files_is_named_with_the_key_and_makes_no_node_unfit():
+    assert open_files_warning(512, limit=2048) == ""
+    assert open_files_warning(1 << 40, limit=-1) == ""
+    assert open_files_warning(513, limit=2048) == (
+        "a process may open 2048 files (ulimit -Hn), and 513 episodes of an agent in flight need about 2052: raise the "
+        "limit, or lower rollout.concurrency"
+    )
 
 
 def test_a_folder_that_cannot_be_written_is_a_problem_not_an_exception(tmp_path):

@@ -20,6 +20,7 @@ from pipeline.train.loop.evaluations import metrics_of
 from pipeline.transport.eval_records import ASKED, EVALUATED, EvalRequest, EvalResult
 from tests.fakes.configs import make_config
 from tests.fakes.inline_calls import InlineCalls
+from tests.fakes.scripted_server import Script, client_and, with_status
 from tests.unit.rollout.test_group_rollout import CHAT, FOUR, TINY, Said, Sums
 
 FIVE = tuple(CHAT.encode("5$"))
@@ -289,3 +290,19 @@ def test_how_far_an_evaluation_is_can_be_reported_while_it_goes_on() -> None:
         ("evaluating hard: 1 of 2 prompts", {EVALUATED: 1.0, ASKED: 2.0}),
     ]
     assert (evaluation.detail, evaluation.numbers()) == ("", {})
+
+
+def test_a_live_server_that_always_answers_with_an_error_ends_the_evaluation_without_an_accuracy(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The built-in set has no deadline."""
+
+    async def story() -> EvalResult:
+        async with client_and(Script([with_status(500, "nan")]), server_seconds=0.3, fixed=True) as client:
+            task = Sums(None, 0)
+            evaluation = Evaluation(task, InlineCalls(task), CHAT, client, config())
+            return await asyncio.wait_for(evaluation.run(EvalRequest(id="e", policy_version=5, set="")), 20)
+
+    result = asyncio.run(story())
+    assert (result.failed, result.timed_out, result.accuracy) == (2, 0, None)
+    assert "request refused RolloutError: live servers answered with errors for 0.3 s" in caplog.text

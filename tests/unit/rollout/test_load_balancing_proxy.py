@@ -12,7 +12,7 @@ from aiohttp.test_utils import TestServer
 from pipeline.rollout.load_balancing_proxy import LoadBalancingProxy
 from pipeline.utils.authenticated_http import ROUTE
 from pipeline.utils.subprocesses import hold_port
-from tests.fakes.async_server import prove
+from tests.fakes.async_server import ADDRESS, prove, serving
 from tests.fakes.http_server import PASSWORD
 
 Play = Callable[[aiohttp.ClientSession, str], Awaitable[None]]
@@ -74,5 +74,30 @@ def test_where_no_server_can_be_reached_the_answer_says_so() -> None:
                 status, answer = await ask(client, relay.url)
         assert status == 502
         assert "cannot be reached" in str(answer)
+
+    asyncio.run(story())
+
+
+def test_a_client_that_gives_up_ends_its_request_on_the_server() -> None:
+    async def story() -> None:
+        begun, ended = asyncio.Event(), asyncio.Event()
+
+        async def slow(request: web.Request) -> web.Response:
+            begun.set()
+            while request.transport is not None and not request.transport.is_closing():
+                await asyncio.sleep(0.01)
+            ended.set()
+            return web.Response()
+
+        routes = {"/v1/slow": slow}
+        async with serving(routes) as port, LoadBalancingProxy([f"{ADDRESS}:{port}"], PASSWORD) as relay:
+            async with aiohttp.ClientSession() as client:
+                asking = asyncio.create_task(client.post(f"{relay.url}/v1/slow", json={}))
+                await asyncio.wait_for(begun.wait(), 30)
+                asking.cancel()
+                await asyncio.wait_for(ended.wait(), 10)
+            async with asyncio.timeout(30):
+                while relay._servers[0].running:
+                    await asyncio.sleep(0.01)
 
     asyncio.run(story())

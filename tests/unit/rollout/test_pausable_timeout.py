@@ -6,14 +6,19 @@ from typing import Any
 
 import pytest
 
+from pipeline.config import EvalSetConfig
 from pipeline.environments import Episode, Policy, Prompt, Task
 from pipeline.errors import DeadlineError
-from pipeline.rollout.pausable_timeout import PausableTimeout
+from pipeline.rollout.eval_rollouts import Evaluation
+from pipeline.rollout.pausable_timeout import CLEAN_UP_SECONDS, PausableTimeout
+from pipeline.transport.eval_records import EvalRequest, EvalResult
 from pipeline.transport.sample_records import Group
+from tests.fakes.inline_calls import InlineCalls
 from tests.fakes.jumping_loop import pass_time, run_jumping
 from tests.fakes.scripted_server import Script, client_and, works
 from tests.unit.environments.test_tasks import Said
-from tests.unit.rollout.test_group_rollout import Answering, a_builder, a_task
+from tests.unit.rollout.test_group_rollout import CHAT, Answering, a_builder, a_task
+from tests.unit.rollout.test_group_rollout import config as a_config
 
 HOUR = 3600.0
 
@@ -125,4 +130,82 @@ def test_the_tasks_own_timeout_is_its_own() -> None:
         raise TimeoutError("the tool")
 
     with pytest.raises(TimeoutError, match="the tool"):
+        limited(work(), PausableTimeout(10))
+
+
+async def hangs_in_its_clean_up(self: Task, prompt: Prompt, policy: Policy) -> Episode:
+    try:
+        await asyncio.sleep(HOUR)
+    finally:
+        await asyncio.sleep(HOUR)
+    raise AssertionError
+
+
+def test_an_episode_whose_clean_up_hangs_is_left_and_the_reason_names_the_clean_up() -> None:
+    async def story() -> Group:
+        builder = a_builder(a_task(rollout=hangs_in_its_clean_up), Answering(), episode_seconds=1, group_size=2)
+        building = asyncio.create_task(builder.build(0))
+        await pass_time(1)
+        assert not building.done()
+        await pass_time(CLEAN_UP_SECONDS)
+        assert building.done()
+        return await building
+
+    expected = "waited 1.0 s for an episode of the task; missing: the end of its clean-up within 5 s"
+    assert run_jumping(story()).failures == (f"rollout took too long DeadlineError: {expected}",) * 2
+
+
+@pytest.mark.parametrize("name", ["", "hard"])
+def test_a_clean_up_that_hangs_does_not_hold_an_evaluation(name: str) -> None:
+    """By the time of an episode, and by the deadline of a set."""
+
+    async def story() -> EvalResult:
+        keys: dict[str, Any] = {"sets": {"hard": EvalSetConfig(seconds=1)}}
+        config = a_config(episode_seconds=0 if name else 1)
+        config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update=keys)})
+        task = a_task(rollout=hangs_in_its_clean_up)
+        evaluation = Evaluation(task, InlineCalls(task), CHAT, Answering(), config)
+        evaluating = asyncio.create_task(evaluation.run(EvalRequest(id="e", policy_version=5, set=name)))
+        await pass_time(1)
+        await pass_time(CLEAN_UP_SECONDS)
+        assert evaluating.done()
+        return await evaluating
+
+    result = run_jumping(story())
+    assert (result.failed, result.timed_out, result.accuracy) == (2, 2 if name else 0, None)
+
+
+def test_an_episode_that_the_caller_cancels_may_clean_up_for_seconds_and_no_longer() -> None:
+    cleaned: list[str] = []
+
+    async def work(seconds: float) -> None:
+        try:
+            await asyncio.sleep(HOUR)
+        finally:
+            await asyncio.sleep(seconds)
+            cleaned.append(f"after {seconds:g} s")
+
+    async def story() -> None:
+        callers = [asyncio.create_task(PausableTimeout(0).limit(work(seconds))) for seconds in (4.0, 6.0)]
+        await pass_time(1)
+        for caller in callers:
+            caller.cancel()
+        await pass_time(4)
+        assert [caller.done() for caller in callers] == [True, False]
+        await pass_time(1)
+        assert all(caller.cancelled() for caller in callers)
+        await pass_time(1)
+
+    run_jumping(story())
+    assert cleaned == ["after 4 s", "after 6 s"]
+
+
+def test_what_a_clean_up_raises_is_the_episodes_error() -> None:
+    async def work() -> None:
+        try:
+            await pass_time(11)
+        finally:
+            raise ConnectionError("the environment is gone")
+
+    with pytest.raises(ConnectionError, match="the environment is gone"):
         limited(work(), PausableTimeout(10))

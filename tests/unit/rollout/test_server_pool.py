@@ -104,6 +104,34 @@ def test_what_fails_for_now_is_tried_again_and_counted_by_its_reason(failure: An
     assert run(story()).retries == {reason: 2}
 
 
+NAN = "Out of range float values are not JSON compliant: nan"
+
+
+@pytest.mark.parametrize(
+    ("failure", "words"),
+    [(with_status(500, NAN), f"status 500: {NAN}"), (always({"index": 0}), "malformed answer")],
+)
+def test_what_live_servers_always_answer_with_an_error_is_given_up_after_a_time(failure: Answer, words: str) -> None:
+    async def story(script: Script) -> None:
+        async with client_and(script, server_seconds=0.3) as client:
+            with pytest.raises(RolloutError, match=r"live servers answered with errors for 0\.3 s; 127") as raised:
+                await asyncio.wait_for(ask(client), 10)
+            assert str(raised.value).endswith(words)
+            assert len(script.bodies) > 2
+
+    run(story(Script([failure])))
+
+
+def test_a_server_that_is_gone_between_its_errors_is_waited_for() -> None:
+    async def story() -> InferenceClient:
+        script = Script([*[with_status(500), hangs_up] * 3, works])
+        async with client_and(script, server_seconds=0.3) as client:
+            assert [completion.tokens for completion in await ask(client)] == [(7, 7, 7, 7)]
+            return client
+
+    assert run(story()).retries == {"status 500": 3, "disconnected": 3}
+
+
 def test_a_server_that_does_not_answer_in_time_is_given_up_for_another_try(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.rollout.server_client.INTERRUPTION_SECONDS", 0.1)
 

@@ -162,6 +162,27 @@ def test_without_likely_tokens_none_are_asked_for() -> None:
 GROUP = Group(position=0, prompt=0, samples=(a_sample(1, 2),))
 
 
+def test_the_time_of_a_request_begins_when_it_is_sent() -> None:
+    """Ten rows, one at a time: the last waits for longer than a request may take."""
+
+    class Slow(Served):
+        running = most = 0
+
+        async def answer(self, request: web.Request) -> web.StreamResponse:
+            self.running += 1
+            self.most = max(self.most, self.running)
+            await asyncio.sleep(0.3)
+            try:
+                return await super().answer(request)
+            finally:
+                self.running -= 1
+
+    served = Slow()
+    found = said_of(served, [GROUP] * 10, concurrency=1, seconds=1) or []
+    assert [numbers(said) for said in found] == [[[0, -2.0625]]] * 10
+    assert (len(served.asked), served.most) == (10, 1)
+
+
 def test_a_teacher_that_is_busy_or_away_is_asked_again(caplog: pytest.LogCaptureFixture) -> None:
     async def cut(request: web.Request) -> web.StreamResponse:
         assert request.transport is not None
@@ -178,8 +199,34 @@ def test_a_teacher_that_is_busy_or_away_is_asked_again(caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize(
+    "answer",
+    [
+        b"\x16\x03\x01 no HTTP\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-",
+        b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n{}",
+    ],
+)
+def test_a_teacher_that_answers_with_broken_http_is_asked_again(answer: bytes) -> None:
+    async def broken(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.write(answer)  # type: ignore[attr-defined]
+        request.transport.close()
+        return web.Response()
+
+    served = Served(broken)
+    (said,) = said_of(served, [GROUP]) or []
+    assert numbers(said) == [[0, -2.0625]]
+    assert len(served.asked) == 2
+
+
+async def redirecting(request: web.Request) -> web.StreamResponse:
+    return web.Response(status=302, headers={"Location": "/v1/completions"})
+
+
+@pytest.mark.parametrize(
     ("fault", "reason"),
     [
+        (redirecting, "teacher refused: status 302: redirected to /v1/completions; set teacher.url to it"),
         (status(404), "teacher refused: status 404: no such model"),
         (saying({"choices": []}), "teacher refused: its answer has no log-probability for each token"),
         (saying({"choices": [{"prompt_logprobs": [None]}]}), "teacher refused: its answer has no log-probability"),

@@ -10,13 +10,15 @@ import pytest
 from aiohttp import web
 
 from pipeline.utils import connection_limits
+from pipeline.utils.connection_limits import SpareRoom
 from pipeline.utils.limited_site import LimitedSite, is_authenticated, limit_connections
 
 MOST = 4
 
 
-def with_site(play: Callable[[int], Awaitable[None]]) -> None:
-    """`play` gets the port of a server that echoes whoever has the key, and admits `MOST` who have shown none."""
+def with_site(play: Callable[[int], Awaitable[None]], spare: SpareRoom | None = None) -> None:
+    """`play` gets the port of a server that echoes whoever has the key, and admits `MOST` who have shown none, and more
+    while there is `spare` room."""
 
     async def echo(request: web.Request) -> web.Response:
         if request.headers.get("Authorization") != "key":
@@ -27,7 +29,7 @@ def with_site(play: Callable[[int], Awaitable[None]]) -> None:
     async def run() -> None:
         app = web.Application(client_max_size=1 << 24)
         app.router.add_post("/", echo)
-        admits = limit_connections(app, "a test", MOST)
+        admits = limit_connections(app, "a test", MOST, spare)
         runner = web.AppRunner(app)
         await runner.setup()
         try:
@@ -82,3 +84,22 @@ def test_a_connection_that_shows_no_key_in_time_is_cut(
     with caplog.at_level(logging.WARNING):
         with_site(play)
     assert f"closed {MOST} connections that proved nothing within" in caplog.text
+
+
+def test_spare_room_admits_more_until_it_is_taken_and_is_free_again_afterwards() -> None:
+    spare = SpareRoom(2 * MOST)
+
+    async def play(port: int) -> None:
+        async with AsyncExitStack() as strangers:
+            silent = [await connected(strangers, port, b"POST") for _ in range(4 * MOST)]
+            for reader in silent[:MOST]:
+                await asyncio.wait_for(reader.read(), 30)  # comes to an end
+            assert spare.free == 0
+            async with aiohttp.ClientSession() as http:
+                assert await post(http, port, b"one with the key") == b"one with the key"
+        async with asyncio.timeout(30):
+            while spare.free < 2 * MOST:
+                await asyncio.sleep(0.01)
+
+    with_site(play, spare)
+    assert spare.free == 2 * MOST
