@@ -33,7 +33,6 @@ from pipeline.transport.record_wire import decode_record, encode_record
 from pipeline.transport.sample_records import MAX_VERSION_OFFSET, Branch, Sample
 from pipeline.transport.turn_times import TurnTimes
 
-
 UNSCORED = Score(0.0)
 
 
