@@ -12,6 +12,9 @@ from pipeline.tinker.routes.client_router import Body, Router
 from pipeline.tinker.sample_queue import SampleQueue
 from pipeline.tinker.service_state import ModelRegistry
 
+MAX_SAMPLE = (1 << 62) - 1
+"""The largest number of a sample. Copies of a sampling client count from a random multiple of a billion."""
+
 
 class SampleRoutes:
     """Samples of the base, and of checkpoints that were saved for it."""
@@ -32,7 +35,7 @@ class SampleRoutes:
             path = body.get("model_path") or ""
             if path:
                 checkpoint = self._registry.catalog.checkpoint(owner, path)
-                if tinker_paths.parse_path(checkpoint.path).kind != "sampler_weights":
+                if tinker_paths.stored_path(checkpoint.path).kind != "sampler_weights":
                     raise ApiError(f"{path} is for training; save_weights_for_sampler makes what can be sampled from")
                 base = checkpoint.base
             else:
@@ -57,7 +60,7 @@ class SampleRoutes:
             weights = self._registry.catalog.checkpoint(owner, sampler.path).sampled
         else:
             weights = SampledWeights(base=self._settings.base_key(sampler.base))
-        seq = number(body, "seq_id")
+        seq = number(body, "seq_id", most=MAX_SAMPLE)
         request = await self._sampling.accept(tinker_paths.request_id(sampler.id, seq), sampler, weights, seq, body)
         ids = [f"{request}:{index}" for index in range(body.get("num_samples", 1))]
         return {"request_id": request, "sample_sequence_ids": ids}

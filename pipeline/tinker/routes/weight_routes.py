@@ -79,12 +79,12 @@ class WeightRoutes:
 
     def _downloadable(self, owner: Owner, request: web.Request) -> SavedWeights:
         checkpoint = self._registry.catalog.named(owner, request.match_info)
-        if tinker_paths.parse_path(checkpoint.path).kind == "weights":
+        if tinker_paths.stored_path(checkpoint.path).kind == "weights":
             raise ApiError(f"{checkpoint.path} is for training on; save_weights_external makes what can be downloaded")
         return checkpoint
 
     def _url(self, request: web.Request, checkpoint: SavedWeights, file: str, expires: int) -> str:
-        path = tinker_paths.parse_path(checkpoint.path)
+        path = tinker_paths.stored_path(checkpoint.path)
         forwarded = request.headers.get("X-Forwarded-Proto", "").lower()
         scheme = forwarded if forwarded in ("http", "https") else request.scheme
         route = f"{API}downloads/{path.model}/{path.checkpoint}/{quote(file)}"
@@ -97,8 +97,8 @@ class WeightRoutes:
 
     async def _download(self, request: web.Request) -> web.StreamResponse:
         parts, file = request.match_info, request.match_info["file"]
-        path = tinker_paths.parse_path(f"tinker://{parts['model']}/{parts['kind']}/{parts['name']}")
-        checkpoint = self._registry.catalog.checkpoints.get(str(path))
+        path = f"tinker://{parts['model']}/{parts['kind']}/{parts['name']}"
+        checkpoint = self._registry.catalog.checkpoints.get(path)
         expires = request.query.get("expires", "")
         if checkpoint is None or not expires.isdecimal() or int(expires) < time.time():
             raise NotFoundError("this address has expired, or what it names was removed; ask for another one")
