@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pipeline.utils import atomic_dirs
 
-_SKIPPED = {"config.json"}
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 _RECORD = "random_base.json"
 
 
@@ -44,7 +44,7 @@ def write_base(model: Path, target: Path, seed: int) -> None:
     network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.float32)
     network.save_pretrained(part)
     for file in model.iterdir():
-        if file.is_file() and file.name not in _SKIPPED:
+        if file.is_file() and file.name != "config.json" and not file.name.endswith(_WEIGHTS):
             shutil.copy(file, part / file.name)
     _ensure_unknown_token(part / "tokenizer.json")
     (part / _RECORD).write_text(json.dumps({"digest": base_digest(model, seed)}))
