@@ -142,8 +142,9 @@ class _Saving:
         path = WeightsPath(
             model, self._kind, tinker_paths.checked_name(name) if name is not None else f"ephemeral-{seq}"
         )
-        if str(path) in self._registry.catalog.checkpoints and not body.get("overwrite"):
-            raise ApiError(f"{path} is there already; choose another name, or overwrite=True")
+        is_open = any(save.path == str(path) for save in live.open_saves)
+        if (is_open or str(path) in self._registry.catalog.checkpoints) and not body.get("overwrite"):
+            raise ApiError(f"{path} is there already, or being saved; choose another name, or overwrite=True")
         stored = self._registry.catalog.stored_bytes(owner.name)
         if owner.bytes and stored >= owner.bytes:
             raise ApiError(f"{owner.name} keeps {stored} bytes of checkpoints, its limit is {owner.bytes}; delete some")

@@ -261,6 +261,34 @@ def test_a_save_of_a_name_that_is_taken_or_bad_fails_its_request_alone(tmp_path:
     with_gateway(tmp_path, play)
 
 
+def test_of_two_saves_of_a_name_in_flight_the_second_is_refused_unless_it_overwrites(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        model = (await client.model(await client.session()))[1]["model_id"]
+        await client.attach("one")
+        await client.turn("one", WorkResult(f"{model}:0", Acknowledged()))
+        save = {"model_id": model, "path": "a"}
+        for seq in (1, 2):
+            assert (await client.post("save_weights", {**save, "seq_id": seq}))[0] == 200
+        _, result = await client.post("retrieve_future", {"request_id": f"{model}:2"})
+        assert "choose another name, or overwrite=True" in result.get("error", ""), "the first is not done yet"
+        assert ModelRegistry(client.kept).models[model].open_saves, "nor is the name free after a start"
+        await client.post("save_weights", {**save, "seq_id": 3, "overwrite": True})
+        await client.post("save_weights", {**save, "seq_id": 4, "path": "b"})
+        for seq in (1, 3, 4):
+            await client.turn("one")
+            await client.turn("one", WorkResult(f"{model}:{seq}", SaveResult(10 + seq)))
+        sizes = {path.rpartition("/")[2]: saved.size for path, saved in client.registry.catalog.checkpoints.items()}
+        assert sizes == {"a": 13, "b": 14}
+        await client.post("save_weights", {**save, "seq_id": 5, "path": "c"})
+        await client.turn("one", WorkResult(f"{model}:5", Failed("no room", "server")))
+        await client.post("save_weights", {**save, "seq_id": 6, "path": "c"})
+        await client.turn("one")
+        await client.turn("one", WorkResult(f"{model}:6", SaveResult(16)))
+        assert f"tinker://{model}/weights/c" in client.registry.catalog.checkpoints, "a save that failed takes no name"
+
+    with_gateway(tmp_path, play)
+
+
 def test_a_request_that_is_too_large_is_refused_whatever_it_says_of_its_length(tmp_path: Path) -> None:
     async def play(client: Client) -> None:
         async def chunks() -> Any:
