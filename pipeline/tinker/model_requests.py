@@ -19,6 +19,7 @@ from pipeline.tinker.tinker_records import STATEFUL, Body, Failed, Load, Pass, R
 from pipeline.tinker.usage_meter import Usage
 
 UNLOAD_SEQ = 1 << 40
+"""The number of the request to unload a model: above all numbers of clients (`tinker_paths.MAX_NUMBER`)."""
 GONE = Failed("the model was unloaded, or its session has ended", "user")
 bodies: "msgspec.msgpack.Decoder[Any]" = msgspec.msgpack.Decoder(Body)
 results: "msgspec.msgpack.Decoder[Any]" = msgspec.msgpack.Decoder(Result)

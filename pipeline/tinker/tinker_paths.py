@@ -20,7 +20,8 @@ Kind = Literal["weights", "sampler_weights", "external_weights"]
 KINDS: tuple[Kind, ...] = ("weights", "sampler_weights", "external_weights")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 MAX_NUMBER = 10**9 - 1
-"""The largest number of a model or a sampling client within its session. Clients count from 0."""
+"""The largest number of a model or a sampling client within its session, and of a model's request. Clients count from
+0; the gateway's own request to unload a model has a larger number."""
 _MODEL = re.compile(rf"[0-9a-f]{{32}}:train:[0-9]{{1,{len(str(MAX_NUMBER))}}}")
 _SCHEME = "tinker://"
 

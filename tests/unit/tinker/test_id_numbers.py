@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.tinker import durable_store
+from pipeline.tinker import durable_store, tinker_wire
 from pipeline.tinker.durable_store import Store
 from pipeline.tinker.entities import SavedWeights
+from pipeline.tinker.model_requests import UNLOAD_SEQ
 from pipeline.tinker.routes.sample_routes import MAX_SAMPLE
 from pipeline.tinker.tinker_paths import MAX_NUMBER, WeightsPath, model_id, parse_path
 from pipeline.tinker.tinker_records import Adapter, encode
@@ -37,6 +38,25 @@ def test_a_number_of_a_model_whose_paths_could_not_be_parsed_is_refused(number: 
         for status, refusal in (await client.model(session, number), await client.post("load_weights", loaded)):
             assert (status, "model_seq_id" in refusal["detail"]) == (400, True), refusal
         assert (await client.model(session, MAX_NUMBER))[0] == 200
+
+    with_gateway(tmp_path, play)
+
+
+def test_no_request_of_a_client_has_the_number_of_an_unload(tmp_path: Path) -> None:
+    assert UNLOAD_SEQ > MAX_NUMBER
+
+    async def play(client: Client) -> None:
+        model = (await client.model(await client.session()))[1]["model_id"]
+        asked = {"model_id": model, "seq_id": UNLOAD_SEQ, "adam_params": {}, "path": "a"}
+        for route in ("optim_step", "save_weights", "save_weights_for_sampler", "load_weights"):
+            status, refusal = await client.post(route, asked)
+            assert (status, "seq_id" in refusal.get("detail", "")) == (400, True), route
+        message = tinker_wire.protocol().ForwardBackwardRequest(model_id=model, seq_id=MAX_NUMBER + 1)
+        async with client.http.post(
+            "/api/v1/forward_backward", data=message.SerializeToString(), headers=ADA
+        ) as answer:
+            assert (answer.status, "seq_id" in await answer.text()) == (400, True)
+        assert (await client.post("optim_step", {**asked, "seq_id": MAX_NUMBER}))[0] == 200
 
     with_gateway(tmp_path, play)
 
