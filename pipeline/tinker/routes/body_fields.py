@@ -11,7 +11,7 @@ from aiohttp import web
 from pipeline.tinker.api_errors import ApiError
 from pipeline.tinker.entities import SavedWeights
 from pipeline.tinker.model_requests import Request
-from pipeline.tinker.sampling_limits import is_number, is_whole
+from pipeline.tinker.sampling_limits import is_decimal, is_number, is_whole
 from pipeline.tinker.tinker_paths import MAX_NUMBER, stored_path
 from pipeline.tinker.tinker_records import Step
 
@@ -116,8 +116,8 @@ def page(items: list[Any], request: web.Request) -> tuple[list[Any], dict[str, i
 
     def query(name: str, otherwise: int) -> int:
         value = request.query.get(name, str(otherwise))
-        if not value.isdecimal():
-            raise ApiError(f"{name}={value!r}; expected a number")
+        if not is_decimal(value):
+            raise ApiError(f"{name}={value[:80]!r}; expected a number of 18 digits at most")
         return int(value)
 
     offset, limit = query("offset", 0), query("limit", 100)

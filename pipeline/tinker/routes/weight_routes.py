@@ -26,6 +26,7 @@ from pipeline.tinker.model_requests import SaveNote, save_body
 from pipeline.tinker.routes.body_fields import future, metadata, number, text, time_of, ttl
 from pipeline.tinker.routes.client_router import API, Body, Router
 from pipeline.tinker.sampler import no_server
+from pipeline.tinker.sampling_limits import is_decimal
 from pipeline.tinker.service_state import ModelRegistry
 from pipeline.tinker.tinker_paths import WeightsPath
 from pipeline.tinker.tinker_records import Pool, Save
@@ -100,7 +101,7 @@ class WeightRoutes:
         path = f"tinker://{parts['model']}/{parts['kind']}/{parts['name']}"
         checkpoint = self._registry.catalog.checkpoints.get(path)
         expires = request.query.get("expires", "")
-        if checkpoint is None or not expires.isdecimal() or int(expires) < time.time():
+        if checkpoint is None or not is_decimal(expires) or int(expires) < time.time():
             raise NotFoundError("this address has expired, or what it names was removed; ask for another one")
         signed = self._sign(checkpoint, file, int(expires))
         if not hmac.compare_digest(signed.encode(), request.query.get("sign", "").encode(errors="replace")):
