@@ -6,6 +6,7 @@ command continues an earlier one at the same address. With `cluster=local` the j
 continues, and the next command connects to it.
 """
 
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -189,5 +190,5 @@ def _print_exports(address: Address, settings: Settings) -> None:
 def _exports(address: Address, key: Path) -> str:
     lines = [f"export TINKER_BASE_URL={address.url}"]
     if key.exists():
-        lines.append(f"export TINKER_API_KEY=$(cat {key})")
+        lines.append(f"export TINKER_API_KEY=$(cat {shlex.quote(str(key))})")
     return "\n".join(lines)

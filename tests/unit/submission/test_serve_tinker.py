@@ -1,6 +1,7 @@
 """The base with random weights of a run that serves, and the lines that a client's shell reads."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,9 @@ import pytest
 from pipeline.config import RunConfig
 from pipeline.config.model_directory import BUILT_IN
 from pipeline.errors import ConfigError
+from pipeline.tinker.gateway_settings import Address
 from slurm.submission.compose_config import compose_config
-from slurm.submission.serve_tinker import with_base
+from slurm.submission.serve_tinker import _exports, with_base
 
 
 def serving(output: Path, *more: str) -> RunConfig:
@@ -29,3 +31,12 @@ def test_a_base_of_another_model_or_seed_is_not_served_under_the_name_of_this_on
         assert "\n" not in str(refused.value)
     assert with_base(serving(tmp_path)).model.path == str(base), "the same command continues"
     assert (base / "model.safetensors").stat() == before
+
+
+def test_a_shell_reads_the_key_from_a_path_with_a_space(tmp_path: Path) -> None:
+    key = tmp_path / "a b" / "it's key"
+    key.parent.mkdir()
+    key.write_text("tml-secret")
+    lines = _exports(Address(url="http://host:1", secret="", pid=1), key)
+    command = ["sh", "-c", f'{lines}\necho "$TINKER_BASE_URL $TINKER_API_KEY"']
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "http://host:1 tml-secret\n"
