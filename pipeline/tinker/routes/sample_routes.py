@@ -40,6 +40,8 @@ class SampleRoutes:
                 base = checkpoint.base
             else:
                 base = self._settings.checked_base(text(body, "base_model"))
+            if self._registry.is_being_made(id):
+                raise ApiError(f"the sampling session {id} is made by a save already; choose another number")
             await self._registry.catalog.add_sampler(SamplingSession(id, owner.name, base, path))
         return {"type": "create_sampling_session", "sampling_session_id": id}
 

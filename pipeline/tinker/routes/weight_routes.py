@@ -130,6 +130,8 @@ class _Saving:
         sampler = ""
         if self._kind == "sampler_weights" and body.get("sampling_session_seq_id") is not None:
             sampler = tinker_paths.sampler_id(live.fact.session, number(body, "sampling_session_seq_id"))
+            if sampler in self._registry.catalog.samplers or self._registry.is_being_made(sampler):
+                raise ApiError(f"the sampling session {sampler} is there already; choose another number")
         whole = not live.fact.adapter.rank
         if self._kind == "sampler_weights" and whole and (live.fact.adapter.base or not self._settings.whole_servers):
             raise ApiError(f"{no_server(Pool(live.fact.adapter.base, whole=True))}; train an adapter (lora_config)")
