@@ -191,11 +191,15 @@ class SampleQueue(SampleServers):
     async def sweep(self) -> None:
         """Forget samples that were fetched a while ago, or abandoned."""
         now = time.monotonic()
-        old = [id for id, job in self._jobs.items() if job.is_over(now)]
-        if old:
-            await self._store.keep(*durable_store.no_requests(old))
-        for id in old:
+        old = {id: job for id, job in self._jobs.items() if job.is_over(now)}
+        for id in old:  # before the store, or a client that polls meanwhile would queue a job that is then deleted
             del self._jobs[id]
+        if old:
+            try:
+                await self._store.keep(*durable_store.no_requests(list(old)))
+            except BaseException:
+                self._jobs = old | self._jobs
+                raise
 
     def _enqueue(self, id: str, job: _Job) -> None:
         """Have it be done, unless it is or will be."""
