@@ -128,9 +128,11 @@ class SampleQueue(SampleServers):
         job = self._jobs[id] = _Job(request)
         try:
             await self._store.keep(durable_store.request(id, "", seq, written))
-        except OverLimitError as error:
+        except BaseException as error:  # or a retry would wait for it to be stored
             del self._jobs[id]
-            raise OverLimitError(str(error), 429) from None
+            if isinstance(error, OverLimitError):
+                raise OverLimitError(str(error), 429) from None
+            raise
         job.is_stored = True
         self._enqueue(id, job)
         return id

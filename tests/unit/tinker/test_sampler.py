@@ -260,6 +260,18 @@ def test_a_sample_that_is_asked_for_again_while_it_is_forgotten_is_drawn(
     with_servers(tmp_path, play)
 
 
+def test_a_sample_that_the_store_cannot_take_is_refused_again_when_it_is_retried(tmp_path: Path) -> None:
+    async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
+        id = "s:sample:0:\ud800"
+        for _ in range(2):
+            accepted = sampling.accept(id, SAMPLER, SampledWeights(), 0, {"prompt": PROMPT})
+            with pytest.raises(UnicodeEncodeError):
+                await asyncio.wait_for(accepted, 10)
+        assert sampling.owner_of(id) is None
+
+    with_servers(tmp_path, play)
+
+
 def test_the_adapter_of_a_sample_is_in_use_until_its_client_has_the_result(tmp_path: Path) -> None:
     async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
         write_adapter(tmp_path, "a")
