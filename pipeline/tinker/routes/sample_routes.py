@@ -31,8 +31,10 @@ class SampleRoutes:
         self._refuse_without_servers()
         session = self._registry.session(owner, text(body, "session_id"))
         id = tinker_paths.sampler_id(session.id, number(body, "sampling_session_seq_id"))
-        if id not in self._registry.catalog.samplers:
-            path = body.get("model_path") or ""
+        known, path = self._registry.catalog.samplers.get(id), body.get("model_path") or ""
+        if known is not None and (known.path != path or (not path and known.base != body.get("base_model"))):
+            raise ApiError(f"the sampling session {id} is there already, of other weights; choose another number")
+        if known is None:
             if path:
                 checkpoint = self._registry.catalog.checkpoint(owner, path)
                 if tinker_paths.stored_path(checkpoint.path).kind != "sampler_weights":

@@ -289,6 +289,23 @@ def test_of_two_saves_of_a_name_in_flight_the_second_is_refused_unless_it_overwr
     with_gateway(tmp_path, play)
 
 
+def test_a_sampling_client_of_other_weights_does_not_get_the_number_of_one(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        path = await client.adapter()
+        new = {"session_id": await client.session(), "sampling_session_seq_id": 0}
+        for given in ({"base_model": "tiny"}, {"base_model": "tiny"}):
+            assert (await client.post("create_sampling_session", new | given))[0] == 200, "a retry is the same"
+        status, refusal = await client.post("create_sampling_session", {**new, "model_path": path})
+        assert (status, "choose another number" in refusal.get("detail", "")) == (400, True)
+        new["sampling_session_seq_id"] = 1
+        for _ in range(2):
+            assert (await client.post("create_sampling_session", {**new, "model_path": path}))[0] == 200
+        status, refusal = await client.post("create_sampling_session", {**new, "base_model": "tiny"})
+        assert (status, "choose another number" in refusal.get("detail", "")) == (400, True)
+
+    with_gateway(tmp_path, play)
+
+
 def test_a_save_makes_no_sampling_client_whose_number_is_taken(tmp_path: Path) -> None:
     async def play(client: Client) -> None:
         session = await client.session()
