@@ -19,6 +19,7 @@ from pathlib import Path
 
 from pipeline.errors import ConfigError
 from pipeline.tinker.api_errors import ApiError
+from pipeline.tinker.sampling_limits import is_decimal
 from pipeline.utils import shared_files
 
 log = logging.getLogger(__name__)
@@ -59,10 +60,20 @@ def _owner(words: list[str], where: str) -> Owner:
     well_formed = (
         len(words) > 1 and len(words[0]) == 64 and all(letter in "0123456789abcdefABCDEF" for letter in words[0])
     )
-    if not well_formed or any(name not in _LIMITS or not value.isdecimal() for name, value in limits.items()):
+    if not well_formed or any(name not in _LIMITS or not is_decimal(value) for name, value in limits.items()):
         expected = "<sha256 of the key> <name> [models=N] [bytes=N]"
         raise ConfigError("serve.keys", where, expected, "printf %s KEY | sha256sum gives the hash")
     return Owner(words[1], **{name: int(value) for name, value in limits.items()})
+
+
+def _read_keys(path: Path) -> dict[str, Owner]:
+    """Owners by the digests of their keys; `OSError` for a file that cannot be read, `ConfigError` for other faults."""
+    content = path.read_bytes()
+    try:
+        return parse_keys(content.decode(), str(path))
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError("serve.keys", f"{path}, line {line}", "text in UTF-8", "save the file as UTF-8") from None
 
 
 @dataclass
@@ -86,7 +97,7 @@ class Keys:
         """`ConfigError` if the file cannot be read, or a line of it."""
         if self.path is not None:
             try:
-                parse_keys(self.path.read_text(), str(self.path))
+                _read_keys(self.path)
             except OSError as error:
                 raise ConfigError("serve.keys", str(self.path), "a file that can be read", str(error)) from None
 
@@ -97,7 +108,7 @@ class Keys:
             status = self.path.stat()
             stamp = (status.st_mtime_ns, status.st_size)
             if stamp != self._stamp:
-                self._owners, self._stamp = parse_keys(self.path.read_text(), str(self.path)), stamp
+                self._owners, self._stamp = _read_keys(self.path), stamp
         except (OSError, ConfigError) as error:
             log.error("the file of API keys cannot be read: %s", error)
             raise ApiError("the file of API keys cannot be read just now; ask again", 408) from None

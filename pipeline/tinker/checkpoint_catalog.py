@@ -50,8 +50,10 @@ class CheckpointCatalog:
         """When a sampling client last used a checkpoint, by its path (seconds since the epoch)."""
 
     def checkpoint(self, owner: Owner, path: str) -> SavedWeights:
-        """`NotFoundError` for one that is not there, has expired, or is another owner's."""
-        checkpoint = self.checkpoints.get(str(tinker_paths.parse_path(path)))
+        """`NotFoundError` for one that is not there, has expired, or is another owner's; `ApiError` for no path."""
+        checkpoint = self.checkpoints.get(path)
+        if checkpoint is None:
+            tinker_paths.parse_path(path)  # a path of another form is refused by its form
         if (
             checkpoint is None
             or checkpoint.owner != owner.name
@@ -68,7 +70,7 @@ class CheckpointCatalog:
         return [
             checkpoint
             for checkpoint in self.checkpoints.values()
-            if tinker_paths.parse_path(checkpoint.path).model == model
+            if tinker_paths.stored_path(checkpoint.path).model == model
         ]
 
     def stored_bytes(self, owner: str) -> int:
@@ -122,7 +124,7 @@ class CheckpointCatalog:
         by_model: dict[str, list[SavedWeights]] = {}
         for saved in self.checkpoints.values():
             if saved.ephemeral:
-                by_model.setdefault(tinker_paths.parse_path(saved.path).model, []).append(saved)
+                by_model.setdefault(tinker_paths.stored_path(saved.path).model, []).append(saved)
         opened = self.open_folders()
         older = (saved for own in by_model.values() for saved in sorted(own, key=_created)[: -_most_ephemeral(own[0])])
         return [checkpoint for checkpoint in older if checkpoint.folder not in opened]
@@ -157,7 +159,7 @@ class CheckpointCatalog:
     async def drop_samplers(self, sessions: Set[str]) -> None:
         """Forget the sampling clients of these sessions, with their snapshots."""
         for checkpoint in [checkpoint for checkpoint in self.checkpoints.values() if checkpoint.ephemeral]:
-            if tinker_paths.session_of(tinker_paths.parse_path(checkpoint.path).model) in sessions:
+            if tinker_paths.session_of(tinker_paths.stored_path(checkpoint.path).model) in sessions:
                 await self.remove(checkpoint)
         old = [id for id in self.samplers if tinker_paths.session_of(id) in sessions]
         if old:

@@ -10,6 +10,7 @@ is enough. Its journal mode here needs no shared memory, so the file may be on a
 """
 
 import asyncio
+import contextlib
 import queue
 import sqlite3
 import threading
@@ -140,7 +141,8 @@ class Store:
         return None if row is None else row[0]
 
     async def keep(self, *changes: Statement) -> None:
-        """Have all changes on disk; `OverLimitError` if the disk does not take them, and then none was made."""
+        """Have all changes on disk. If this raises, none was made: `OverLimitError` if the disk does not take them,
+        another error for a value that SQLite cannot store."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.put((changes, done))
         await done
@@ -167,7 +169,8 @@ class Store:
         error = self._transaction([change for changes, _ in submissions for change in changes])
         for changes, done in submissions:
             own = error if error is None or len(submissions) == 1 else self._transaction(changes)
-            done.get_loop().call_soon_threadsafe(_resolve, done, own)
+            with contextlib.suppress(RuntimeError):  # the caller's event loop has ended
+                done.get_loop().call_soon_threadsafe(_resolve, done, own)
 
     def _transaction(self, changes: Sequence[Statement]) -> Exception | None:
         try:
@@ -182,6 +185,8 @@ class Store:
                 raise
         except sqlite3.Error as error:
             return OverLimitError(f"{self._path} takes nothing just now ({one_line(error)}); free some space")
+        except Exception as error:  # noqa: BLE001 (its caller raises it; the thread serves all other callers)
+            return error
         return None
 
 

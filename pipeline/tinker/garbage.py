@@ -41,7 +41,7 @@ async def drop_models(
     store: Store, models: dict[str, ModelEntry], sessions: dict[str, Session], catalog: CheckpointCatalog
 ) -> list[ModelEntry]:
     """Models of sessions that were dropped; one that has checkpoints stays as long as they do, to list them."""
-    named = {tinker_paths.parse_path(path).model for path in catalog.checkpoints}
+    named = {tinker_paths.stored_path(path).model for path in catalog.checkpoints}
     old = [
         id
         for id, live in models.items()

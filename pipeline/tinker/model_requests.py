@@ -19,6 +19,7 @@ from pipeline.tinker.tinker_records import STATEFUL, Body, Failed, Load, Pass, R
 from pipeline.tinker.usage_meter import Usage
 
 UNLOAD_SEQ = 1 << 40
+"""The number of the request to unload a model: above all numbers of clients (`tinker_paths.MAX_NUMBER`)."""
 GONE = Failed("the model was unloaded, or its session has ended", "user")
 bodies: "msgspec.msgpack.Decoder[Any]" = msgspec.msgpack.Decoder(Body)
 results: "msgspec.msgpack.Decoder[Any]" = msgspec.msgpack.Decoder(Result)
@@ -33,6 +34,7 @@ class Request:
         steps: whether doing it uses the gradients up.
         open: its body is in the store.
         reads: the folder that doing it reads, if any.
+        saves: what it saves, if anything.
         answered: when it got its result (seconds since the epoch), or when this process first saw that; 0 until then.
         failure: the result, if that is why nothing was done.
         deliveries: how often a trainer got it and gave no answer.
@@ -46,6 +48,7 @@ class Request:
     steps: bool = False
     open: bool = True
     reads: str = ""
+    saves: "SaveNote | None" = None
     answered: float = 0.0
     failure: Failed | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -66,6 +69,7 @@ class Request:
         self.stateful = isinstance(body, STATEFUL) or (isinstance(body, Pass) and body.backward)
         self.steps = isinstance(body, Step)
         self.reads = body.folder if isinstance(body, Load) else ""
+        self.saves = msgspec.json.decode(body.note, type=SaveNote) if isinstance(body, Save) else None
 
     def finish(self, result: Result | None, now: float) -> None:
         """Note that it has its result; None: one that is no failure."""
@@ -107,6 +111,12 @@ class ModelEntry:
         self.requested = max(self.requested, self.fact.created)
         if self.fact.gone:
             self.unloaded.set()
+
+    @property
+    def open_saves(self) -> "list[SaveNote]":
+        """What is being saved: accepted and not answered yet."""
+        saves = ((request.saves, request.answered) for request in self.requests.values())
+        return [note for note, answered in saves if note is not None and not answered]
 
 
 class SaveNote(msgspec.Struct, frozen=True):

@@ -128,9 +128,11 @@ class SampleQueue(SampleServers):
         job = self._jobs[id] = _Job(request)
         try:
             await self._store.keep(durable_store.request(id, "", seq, written))
-        except OverLimitError as error:
+        except BaseException as error:  # or a retry would wait for it to be stored
             del self._jobs[id]
-            raise OverLimitError(str(error), 429) from None
+            if isinstance(error, OverLimitError):
+                raise OverLimitError(str(error), 429) from None
+            raise
         job.is_stored = True
         self._enqueue(id, job)
         return id
@@ -191,11 +193,15 @@ class SampleQueue(SampleServers):
     async def sweep(self) -> None:
         """Forget samples that were fetched a while ago, or abandoned."""
         now = time.monotonic()
-        old = [id for id, job in self._jobs.items() if job.is_over(now)]
-        if old:
-            await self._store.keep(*durable_store.no_requests(old))
-        for id in old:
+        old = {id: job for id, job in self._jobs.items() if job.is_over(now)}
+        for id in old:  # before the store, or a client that polls meanwhile would queue a job that is then deleted
             del self._jobs[id]
+        if old:
+            try:
+                await self._store.keep(*durable_store.no_requests(list(old)))
+            except BaseException:
+                self._jobs = old | self._jobs
+                raise
 
     def _enqueue(self, id: str, job: _Job) -> None:
         """Have it be done, unless it is or will be."""

@@ -13,7 +13,7 @@ from pipeline.tinker.api_errors import ApiError
 
 MAX_TEMPERATURE = 2.0
 """vLLM refuses what is hotter."""
-_MOST_ID, _MOST_NUMBER = (1 << 31) - 1, (1 << 62) - 1
+_MOST_ID, _MOST_NUMBER, _MAX_DIGITS = (1 << 31) - 1, (1 << 62) - 1, 18
 _NOT_SERVED = {
     "prompt_alt_tokens_k": "leave it out",
     "record_stability_info": f"only stable_reinforce needs it, which is not served either; take {OTHER_LOSSES}",
@@ -36,6 +36,11 @@ class Limits:
 def is_whole(value: Any, least: int, most: int = _MOST_NUMBER) -> TypeGuard[int]:
     """Whether it is a whole number in these bounds; JSON's true is none."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def is_decimal(text: str) -> bool:
+    """Whether it is a whole number in decimal digits, 18 at most: `int` raises for a number of thousands of digits."""
+    return text.isdecimal() and len(text) <= _MAX_DIGITS
 
 
 def is_number(value: Any, least: float, most: float) -> bool:

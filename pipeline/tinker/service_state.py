@@ -101,6 +101,12 @@ class ModelRegistry:
             raise NotFoundError(f"no model {id!r}")
         return live
 
+    def is_being_made(self, sampler: str) -> bool:
+        """Whether an open save of the session will make this sampling client."""
+        session = tinker_paths.session_of(sampler)
+        entries = (live for live in self.models.values() if live.fact.session == session)
+        return any(save.sampler == sampler for live in entries for save in live.open_saves)
+
     async def unload(self, live: ModelEntry) -> None:
         """Have the trainer forget a model, after the requests that it has."""
         fact = msgspec.structs.replace(live.fact, unloading=True)

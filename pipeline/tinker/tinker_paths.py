@@ -12,14 +12,17 @@ folder is made of checked words alone. Pure.
 import re
 import secrets
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from pipeline.tinker.api_errors import ApiError
 
 Kind = Literal["weights", "sampler_weights", "external_weights"]
 KINDS: tuple[Kind, ...] = ("weights", "sampler_weights", "external_weights")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_MODEL = re.compile(r"[0-9a-f]{32}:train:\d{1,9}")
+MAX_NUMBER = 10**9 - 1
+"""The largest number of a model or a sampling client within its session, and of a model's request. Clients count from
+0; the gateway's own request to unload a model has a larger number."""
+_MODEL = re.compile(rf"[0-9a-f]{{32}}:train:[0-9]{{1,{len(str(MAX_NUMBER))}}}")
 _SCHEME = "tinker://"
 
 
@@ -80,9 +83,16 @@ def checked_name(name: str) -> str:
 
 def parse_path(path: str) -> WeightsPath:
     """The parts of a `tinker://` path; `ApiError` for any other text."""
+    parts = stored_path(path)
+    if path.startswith(_SCHEME) and parts.kind in KINDS and _MODEL.fullmatch(parts.model):
+        checked_name(parts.name)
+        return parts
+    raise ApiError(f"the path {path[:200]!r}; expected tinker://<model id>/weights/<name>, or /sampler_weights/<name>")
+
+
+def stored_path(path: str) -> WeightsPath:
+    """The parts of a `tinker://` path that the store holds. Such a path is not checked again: an entry from another
+    version of this code must not fail the routes and the sweep that go through all entries."""
     model, _, rest = path.removeprefix(_SCHEME).partition("/")
     kind, _, name = rest.partition("/")
-    for known in KINDS:
-        if path.startswith(_SCHEME) and kind == known and _MODEL.fullmatch(model):
-            return WeightsPath(model, known, checked_name(name))
-    raise ApiError(f"the path {path[:200]!r}; expected tinker://<model id>/weights/<name>, or /sampler_weights/<name>")
+    return WeightsPath(model, cast(Kind, kind), name)

@@ -22,6 +22,7 @@ from pipeline.algorithms.summed_losses import NOT_SERVED, SUMMED_LOSSES
 from pipeline.errors import ConfigError
 from pipeline.tinker.api_errors import ApiError
 from pipeline.tinker.json_limits import check_fields
+from pipeline.tinker.tinker_paths import MAX_NUMBER
 from pipeline.tinker.tinker_records import Datum, Pass, PassResult
 from pipeline.utils.optional_extras import pip_install
 
@@ -83,8 +84,8 @@ def read_pass(body: bytes) -> tuple[str, int, Any]:
         message.ParseFromString(body)
     except Exception as error:  # noqa: BLE001 (protobuf's own error class depends on its implementation)
         raise ApiError(f"the body is no ForwardBackwardRequest: {error}") from None
-    if not message.model_id or message.seq_id < 1:
-        raise ApiError("a forward_backward needs a model_id and a seq_id of 1 or more")
+    if not message.model_id or not 1 <= message.seq_id <= MAX_NUMBER:
+        raise ApiError(f"a forward_backward needs a model_id and a seq_id of 1 to {MAX_NUMBER}")
     return message.model_id, message.seq_id, message
 
 

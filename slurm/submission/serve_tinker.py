@@ -6,6 +6,7 @@ command continues an earlier one at the same address. With `cluster=local` the j
 continues, and the next command connects to it.
 """
 
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from pipeline.run.paths import RunPaths
 from pipeline.tinker.gateway_settings import Address, Settings, address_file, settings_of
 from pipeline.tinker.service_state import MAX_DELIVERIES
 from pipeline.tinker.tinker_wire import protocol
+from pipeline.train.service.random_base import base_digest, recorded_digest
 from pipeline.utils import shared_files, subprocesses
 from pipeline.utils.private_files import make_directory
 from pipeline.utils.user_commands import user_command
@@ -78,27 +80,37 @@ def serve(config: RunConfig) -> int:
 
 
 def with_base(config: RunConfig) -> RunConfig:
-    """The config with base models on disk. A base with random weights is written once, next to the run's directory."""
+    """The config with base models on disk. A base with random weights is written once, next to the run's directory.
+
+    `ConfigError` if an earlier command wrote that base for another model or seed: clients would get that model under
+    the name of this one.
+    """
     bases = located_bases(config.serve.bases, config.model)
     config = config.model_copy(update={"serve": config.serve.model_copy(update={"bases": bases})})
     if initial_weights(config.model) == "pretrained":
         return config
-    base = config.output.resolve() / f"{config.name}-base"
+    base, shape = config.output.resolve() / f"{config.name}-base", model_directory(config.model)
     if not (base / "config.json").is_file():
-        base.parent.mkdir(parents=True, exist_ok=True)
-        shape = str(model_directory(config.model))
-        command = [sys.executable, "-m", "pipeline.train.service.random_base", shape, str(base), str(config.seed)]
-        log = base.with_name(f"{base.name}.log")
-        child = subprocesses.Child(command, log, child_environment({}))
-        wait_for("a base with random weights", lambda: child.poll() is not None, BASE_SECONDS)
-        if not (base / "config.json").is_file():
-            raise ConfigError("model.path", config.model.path, "a model that transformers can build", f"see {log}")
-        log.unlink()
-        print(f"wrote a base with random weights: {base}", flush=True)
+        _write_base(config, shape, base)
+    elif recorded_digest(base) != base_digest(shape, config.seed):
+        expected = f"a run whose base {base} is of model.path={config.model.path} and seed={config.seed}"
+        raise ConfigError("name", config.name, expected, f"choose another name, such as name={config.name}-2")
     name = config.serve.base_name or Path(config.model.path).name
     model = config.model.model_copy(update={"path": str(base), "init": "pretrained"})
     named = config.serve.model_copy(update={"base_name": name})
     return config.model_copy(update={"model": model, "serve": named})
+
+
+def _write_base(config: RunConfig, shape: Path, base: Path) -> None:
+    base.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "pipeline.train.service.random_base", str(shape), str(base), str(config.seed)]
+    log = base.with_name(f"{base.name}.log")
+    child = subprocesses.Child(command, log, child_environment({}))
+    wait_for("a base with random weights", lambda: child.poll() is not None, BASE_SECONDS)
+    if not (base / "config.json").is_file():
+        raise ConfigError("model.path", config.model.path, "a model that transformers can build", f"see {log}")
+    log.unlink()
+    print(f"wrote a base with random weights: {base}", flush=True)
 
 
 @contextmanager
@@ -178,5 +190,5 @@ def _print_exports(address: Address, settings: Settings) -> None:
 def _exports(address: Address, key: Path) -> str:
     lines = [f"export TINKER_BASE_URL={address.url}"]
     if key.exists():
-        lines.append(f"export TINKER_API_KEY=$(cat {key})")
+        lines.append(f"export TINKER_API_KEY=$(cat {shlex.quote(str(key))})")
     return "\n".join(lines)

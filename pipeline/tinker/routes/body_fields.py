@@ -11,8 +11,8 @@ from aiohttp import web
 from pipeline.tinker.api_errors import ApiError
 from pipeline.tinker.entities import SavedWeights
 from pipeline.tinker.model_requests import Request
-from pipeline.tinker.sampling_limits import is_number, is_whole
-from pipeline.tinker.tinker_paths import parse_path
+from pipeline.tinker.sampling_limits import is_decimal, is_number, is_whole
+from pipeline.tinker.tinker_paths import MAX_NUMBER, stored_path
 from pipeline.tinker.tinker_records import Step
 
 CHECKPOINT_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
@@ -28,11 +28,11 @@ def text(body: dict[str, Any], field: str) -> str:
     return value
 
 
-def number(body: dict[str, Any], field: str, least: int = 0) -> int:
-    """A whole number of at least `least`."""
+def number(body: dict[str, Any], field: str, least: int = 0, most: int = MAX_NUMBER) -> int:
+    """A whole number from `least` to `most`, which becomes a part of an id."""
     value: Any = body.get(field)
-    if not is_whole(value, least):
-        raise ApiError(f"{field}={value!r}; expected a number of {least} or more")
+    if not is_whole(value, least, most):
+        raise ApiError(f"{field}={repr(value)[:80]}; expected a number of {least} to {most}")
     return value
 
 
@@ -93,10 +93,10 @@ def future(request: Request) -> dict[str, Any]:
 
 def listed(checkpoint: SavedWeights) -> dict[str, Any]:
     """A checkpoint as the SDK reads it."""
-    path = parse_path(checkpoint.path)
+    path = stored_path(checkpoint.path)
     return {
         "checkpoint_id": path.checkpoint,
-        "checkpoint_type": CHECKPOINT_TYPES[path.kind],
+        "checkpoint_type": CHECKPOINT_TYPES.get(path.kind, path.kind),
         "time": time_of(checkpoint.created),
         "tinker_path": checkpoint.path,
         "size_bytes": checkpoint.size,
@@ -116,8 +116,8 @@ def page(items: list[Any], request: web.Request) -> tuple[list[Any], dict[str, i
 
     def query(name: str, otherwise: int) -> int:
         value = request.query.get(name, str(otherwise))
-        if not value.isdecimal():
-            raise ApiError(f"{name}={value!r}; expected a number")
+        if not is_decimal(value):
+            raise ApiError(f"{name}={value[:80]!r}; expected a number of 18 digits at most")
         return int(value)
 
     offset, limit = query("offset", 0), query("limit", 100)

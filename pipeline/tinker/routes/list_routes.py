@@ -10,7 +10,7 @@ from pipeline.tinker.model_requests import ModelEntry
 from pipeline.tinker.routes.body_fields import listed, page, time_of, ttl
 from pipeline.tinker.routes.client_router import Router
 from pipeline.tinker.service_state import ModelRegistry
-from pipeline.tinker.tinker_paths import parse_path
+from pipeline.tinker.tinker_paths import stored_path
 
 
 class ListRoutes:
@@ -40,7 +40,7 @@ class ListRoutes:
     def _run(self, live: ModelEntry) -> dict[str, Any]:
         fact, newest = live.fact, dict[str, Any]()
         for checkpoint in sorted(self._registry.catalog.of_model(fact.id), key=lambda checkpoint: checkpoint.created):
-            newest[parse_path(checkpoint.path).kind] = listed(checkpoint)
+            newest[stored_path(checkpoint.path).kind] = listed(checkpoint)
         rank = fact.adapter.rank
         return {
             "training_run_id": fact.id,
@@ -56,7 +56,7 @@ class ListRoutes:
 
     async def _checkpoints_of(self, owner: Owner, request: web.Request) -> web.Response:
         model = self._registry.model(owner, request.match_info["model"]).fact.id
-        own = [checkpoint for checkpoint in self._visible(owner) if parse_path(checkpoint.path).model == model]
+        own = [checkpoint for checkpoint in self._visible(owner) if stored_path(checkpoint.path).model == model]
         return web.json_response({"checkpoints": [listed(checkpoint) for checkpoint in own]})
 
     async def _checkpoints(self, owner: Owner, request: web.Request) -> web.Response:

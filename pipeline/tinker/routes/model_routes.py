@@ -9,7 +9,7 @@ from pipeline.tinker.routes.body_fields import flag, future, metadata, number, t
 from pipeline.tinker.routes.client_router import Body, Router
 from pipeline.tinker.sampling_limits import is_whole
 from pipeline.tinker.service_state import ModelRegistry
-from pipeline.tinker.tinker_paths import parse_path, unload_id
+from pipeline.tinker.tinker_paths import stored_path, unload_id
 from pipeline.tinker.tinker_records import Adapter, Create, Load
 
 MAX_SEED = 1 << 62
@@ -57,8 +57,8 @@ class ModelRoutes:
     async def _load_weights(self, owner: Owner, body: Body) -> Body:
         """With a session the first request of a model, which it makes; else one of a model that there is."""
         if body.get("session_id"):
-            load, base = self._load(owner, body, fresh=True)
             session, seq = str(body["session_id"]), number(body, "model_seq_id")
+            load, base = self._load(owner, body, fresh=True)
             return future(await self._registry.make_model(owner, session, seq, base, load, metadata(body)))
         live = self._registry.model(owner, text(body, "model_id"))
         seq = number(body, "seq_id", least=1)
@@ -69,7 +69,7 @@ class ModelRoutes:
         if body.get("weights_access_token"):
             raise ApiError("weights_access_token is not served; load a checkpoint that your own key made")
         checkpoint = self._registry.catalog.checkpoint(owner, text(body, "path"))
-        if parse_path(checkpoint.path).kind != "weights":
+        if stored_path(checkpoint.path).kind != "weights":
             raise ApiError(f"{checkpoint.path} is for sampling; expected tinker://<model id>/weights/<name>")
         if not fresh:
             own = self._registry.model(owner, text(body, "model_id")).fact.adapter

@@ -31,7 +31,7 @@ from pipeline.tinker.gateway_settings import Settings
 from pipeline.tinker.routes.client_router import Router
 from pipeline.tinker.sample_queue import SampleQueue
 from pipeline.tinker.service_state import ModelRegistry
-from pipeline.tinker.tinker_paths import parse_path
+from pipeline.tinker.tinker_paths import stored_path
 from pipeline.tinker.usage_meter import usage_of_answer
 
 log = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class OpenAiRoutes:
                 )
             return SampledWeights(base=self._settings.base_key(model))
         checkpoint = self._registry.catalog.checkpoint(owner, model)
-        if parse_path(checkpoint.path).kind != "sampler_weights":
+        if stored_path(checkpoint.path).kind != "sampler_weights":
             raise ApiError(f"{model} is for training; save_weights_for_sampler makes what can be sampled from")
         return checkpoint.sampled
 

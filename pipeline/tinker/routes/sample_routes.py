@@ -12,6 +12,9 @@ from pipeline.tinker.routes.client_router import Body, Router
 from pipeline.tinker.sample_queue import SampleQueue
 from pipeline.tinker.service_state import ModelRegistry
 
+MAX_SAMPLE = (1 << 62) - 1
+"""The largest number of a sample. Copies of a sampling client count from a random multiple of a billion."""
+
 
 class SampleRoutes:
     """Samples of the base, and of checkpoints that were saved for it."""
@@ -28,15 +31,19 @@ class SampleRoutes:
         self._refuse_without_servers()
         session = self._registry.session(owner, text(body, "session_id"))
         id = tinker_paths.sampler_id(session.id, number(body, "sampling_session_seq_id"))
-        if id not in self._registry.catalog.samplers:
-            path = body.get("model_path") or ""
+        known, path = self._registry.catalog.samplers.get(id), body.get("model_path") or ""
+        if known is not None and (known.path != path or (not path and known.base != body.get("base_model"))):
+            raise ApiError(f"the sampling session {id} is there already, of other weights; choose another number")
+        if known is None:
             if path:
                 checkpoint = self._registry.catalog.checkpoint(owner, path)
-                if tinker_paths.parse_path(checkpoint.path).kind != "sampler_weights":
+                if tinker_paths.stored_path(checkpoint.path).kind != "sampler_weights":
                     raise ApiError(f"{path} is for training; save_weights_for_sampler makes what can be sampled from")
                 base = checkpoint.base
             else:
                 base = self._settings.checked_base(text(body, "base_model"))
+            if self._registry.is_being_made(id):
+                raise ApiError(f"the sampling session {id} is made by a save already; choose another number")
             await self._registry.catalog.add_sampler(SamplingSession(id, owner.name, base, path))
         return {"type": "create_sampling_session", "sampling_session_id": id}
 
@@ -57,7 +64,7 @@ class SampleRoutes:
             weights = self._registry.catalog.checkpoint(owner, sampler.path).sampled
         else:
             weights = SampledWeights(base=self._settings.base_key(sampler.base))
-        seq = number(body, "seq_id")
+        seq = number(body, "seq_id", most=MAX_SAMPLE)
         request = await self._sampling.accept(tinker_paths.request_id(sampler.id, seq), sampler, weights, seq, body)
         ids = [f"{request}:{index}" for index in range(body.get("num_samples", 1))]
         return {"request_id": request, "sample_sequence_ids": ids}

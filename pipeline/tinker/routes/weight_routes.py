@@ -26,6 +26,7 @@ from pipeline.tinker.model_requests import SaveNote, save_body
 from pipeline.tinker.routes.body_fields import future, metadata, number, text, time_of, ttl
 from pipeline.tinker.routes.client_router import API, Body, Router
 from pipeline.tinker.sampler import no_server
+from pipeline.tinker.sampling_limits import is_decimal
 from pipeline.tinker.service_state import ModelRegistry
 from pipeline.tinker.tinker_paths import WeightsPath
 from pipeline.tinker.tinker_records import Pool, Save
@@ -79,12 +80,12 @@ class WeightRoutes:
 
     def _downloadable(self, owner: Owner, request: web.Request) -> SavedWeights:
         checkpoint = self._registry.catalog.named(owner, request.match_info)
-        if tinker_paths.parse_path(checkpoint.path).kind == "weights":
+        if tinker_paths.stored_path(checkpoint.path).kind == "weights":
             raise ApiError(f"{checkpoint.path} is for training on; save_weights_external makes what can be downloaded")
         return checkpoint
 
     def _url(self, request: web.Request, checkpoint: SavedWeights, file: str, expires: int) -> str:
-        path = tinker_paths.parse_path(checkpoint.path)
+        path = tinker_paths.stored_path(checkpoint.path)
         forwarded = request.headers.get("X-Forwarded-Proto", "").lower()
         scheme = forwarded if forwarded in ("http", "https") else request.scheme
         route = f"{API}downloads/{path.model}/{path.checkpoint}/{quote(file)}"
@@ -97,10 +98,10 @@ class WeightRoutes:
 
     async def _download(self, request: web.Request) -> web.StreamResponse:
         parts, file = request.match_info, request.match_info["file"]
-        path = tinker_paths.parse_path(f"tinker://{parts['model']}/{parts['kind']}/{parts['name']}")
-        checkpoint = self._registry.catalog.checkpoints.get(str(path))
+        path = f"tinker://{parts['model']}/{parts['kind']}/{parts['name']}"
+        checkpoint = self._registry.catalog.checkpoints.get(path)
         expires = request.query.get("expires", "")
-        if checkpoint is None or not expires.isdecimal() or int(expires) < time.time():
+        if checkpoint is None or not is_decimal(expires) or int(expires) < time.time():
             raise NotFoundError("this address has expired, or what it names was removed; ask for another one")
         signed = self._sign(checkpoint, file, int(expires))
         if not hmac.compare_digest(signed.encode(), request.query.get("sign", "").encode(errors="replace")):
@@ -129,6 +130,8 @@ class _Saving:
         sampler = ""
         if self._kind == "sampler_weights" and body.get("sampling_session_seq_id") is not None:
             sampler = tinker_paths.sampler_id(live.fact.session, number(body, "sampling_session_seq_id"))
+            if sampler in self._registry.catalog.samplers or self._registry.is_being_made(sampler):
+                raise ApiError(f"the sampling session {sampler} is there already; choose another number")
         whole = not live.fact.adapter.rank
         if self._kind == "sampler_weights" and whole and (live.fact.adapter.base or not self._settings.whole_servers):
             raise ApiError(f"{no_server(Pool(live.fact.adapter.base, whole=True))}; train an adapter (lora_config)")
@@ -142,8 +145,9 @@ class _Saving:
         path = WeightsPath(
             model, self._kind, tinker_paths.checked_name(name) if name is not None else f"ephemeral-{seq}"
         )
-        if str(path) in self._registry.catalog.checkpoints and not body.get("overwrite"):
-            raise ApiError(f"{path} is there already; choose another name, or overwrite=True")
+        is_open = any(save.path == str(path) for save in live.open_saves)
+        if (is_open or str(path) in self._registry.catalog.checkpoints) and not body.get("overwrite"):
+            raise ApiError(f"{path} is there already, or being saved; choose another name, or overwrite=True")
         stored = self._registry.catalog.stored_bytes(owner.name)
         if owner.bytes and stored >= owner.bytes:
             raise ApiError(f"{owner.name} keeps {stored} bytes of checkpoints, its limit is {owner.bytes}; delete some")

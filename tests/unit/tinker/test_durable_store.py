@@ -10,6 +10,7 @@ from pipeline.errors import RunStateError
 from pipeline.tinker import durable_store
 from pipeline.tinker.api_errors import OverLimitError
 from pipeline.tinker.durable_store import Store
+from tests.patience import WAIT_SECONDS
 
 
 def test_what_was_kept_is_there_for_the_next_process(tmp_path: Path) -> None:
@@ -57,6 +58,40 @@ def test_changes_that_fail_are_not_made_and_harm_no_others(tmp_path: Path) -> No
     assert good is None
     assert isinstance(bad, OverLimitError)
     assert [key for key, _ in opened.facts("session")] == ["good"]
+    opened.close()
+
+
+def test_a_value_that_sqlite_cannot_take_fails_its_caller_alone(tmp_path: Path) -> None:
+    opened = Store(tmp_path / "store.sqlite")
+
+    async def keep() -> list[object]:
+        wrong = [opened.keep(durable_store.fact("session", key, b"")) for key in ("\ud800", 1 << 70)]  # type: ignore[arg-type]
+        good = opened.keep(durable_store.fact("session", "good", b""))
+        together = await asyncio.wait_for(asyncio.gather(*wrong, good, return_exceptions=True), WAIT_SECONDS)
+        await asyncio.wait_for(opened.keep(durable_store.fact("session", "later", b"")), WAIT_SECONDS)
+        return list(together)
+
+    surrogate, large, good = asyncio.run(keep())
+    assert isinstance(surrogate, UnicodeEncodeError)
+    assert isinstance(large, OverflowError)
+    assert good is None
+    assert [key for key, _ in opened.facts("session")] == ["good", "later"]
+    opened.close()
+
+
+def test_a_caller_whose_loop_has_ended_stops_no_other(tmp_path: Path) -> None:
+    opened = Store(tmp_path / "store.sqlite")
+
+    gone = asyncio.new_event_loop()
+    answer = gone.create_future()
+    gone.close()
+    opened._waiting.put(((durable_store.fact("session", "first", b""),), answer))
+
+    async def keep() -> None:
+        await asyncio.wait_for(opened.keep(durable_store.fact("session", "later", b"")), WAIT_SECONDS)
+
+    asyncio.run(keep())
+    assert [key for key, _ in opened.facts("session")] == ["first", "later"]
     opened.close()
 
 

@@ -261,6 +261,80 @@ def test_a_save_of_a_name_that_is_taken_or_bad_fails_its_request_alone(tmp_path:
     with_gateway(tmp_path, play)
 
 
+def test_of_two_saves_of_a_name_in_flight_the_second_is_refused_unless_it_overwrites(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        model = (await client.model(await client.session()))[1]["model_id"]
+        await client.attach("one")
+        await client.turn("one", WorkResult(f"{model}:0", Acknowledged()))
+        save = {"model_id": model, "path": "a"}
+        for seq in (1, 2):
+            assert (await client.post("save_weights", {**save, "seq_id": seq}))[0] == 200
+        _, result = await client.post("retrieve_future", {"request_id": f"{model}:2"})
+        assert "choose another name, or overwrite=True" in result.get("error", ""), "the first is not done yet"
+        assert ModelRegistry(client.kept).models[model].open_saves, "nor is the name free after a start"
+        await client.post("save_weights", {**save, "seq_id": 3, "overwrite": True})
+        await client.post("save_weights", {**save, "seq_id": 4, "path": "b"})
+        for seq in (1, 3, 4):
+            await client.turn("one")
+            await client.turn("one", WorkResult(f"{model}:{seq}", SaveResult(10 + seq)))
+        sizes = {path.rpartition("/")[2]: saved.size for path, saved in client.registry.catalog.checkpoints.items()}
+        assert sizes == {"a": 13, "b": 14}
+        await client.post("save_weights", {**save, "seq_id": 5, "path": "c"})
+        await client.turn("one", WorkResult(f"{model}:5", Failed("no room", "server")))
+        await client.post("save_weights", {**save, "seq_id": 6, "path": "c"})
+        await client.turn("one")
+        await client.turn("one", WorkResult(f"{model}:6", SaveResult(16)))
+        assert f"tinker://{model}/weights/c" in client.registry.catalog.checkpoints, "a save that failed takes no name"
+
+    with_gateway(tmp_path, play)
+
+
+def test_a_sampling_client_of_other_weights_does_not_get_the_number_of_one(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        path = await client.adapter()
+        new = {"session_id": await client.session(), "sampling_session_seq_id": 0}
+        for given in ({"base_model": "tiny"}, {"base_model": "tiny"}):
+            assert (await client.post("create_sampling_session", new | given))[0] == 200, "a retry is the same"
+        status, refusal = await client.post("create_sampling_session", {**new, "model_path": path})
+        assert (status, "choose another number" in refusal.get("detail", "")) == (400, True)
+        new["sampling_session_seq_id"] = 1
+        for _ in range(2):
+            assert (await client.post("create_sampling_session", {**new, "model_path": path}))[0] == 200
+        status, refusal = await client.post("create_sampling_session", {**new, "base_model": "tiny"})
+        assert (status, "choose another number" in refusal.get("detail", "")) == (400, True)
+
+    with_gateway(tmp_path, play)
+
+
+def test_a_save_makes_no_sampling_client_whose_number_is_taken(tmp_path: Path) -> None:
+    async def play(client: Client) -> None:
+        session = await client.session()
+        models = [(await client.model(session, number))[1]["model_id"] for number in (0, 1)]
+        await client.attach("one")
+        for model in models:
+            await client.turn("one", WorkResult(f"{model}:0", Acknowledged()))
+        new = {"session_id": session, "base_model": "tiny"}
+        sampler = (await client.post("create_sampling_session", {**new, "sampling_session_seq_id": 0}))[1]
+        save = {"model_id": models[0], "seq_id": 1, "sampling_session_seq_id": 0}
+        assert (await client.post("save_weights_for_sampler", save))[0] == 200
+        _, result = await client.post("retrieve_future", {"request_id": f"{models[0]}:1"})
+        assert "choose another number" in result.get("error", "")
+        save = {**save, "seq_id": 2, "sampling_session_seq_id": 1}
+        for other in ({}, {"seq_id": 2, "sampling_session_seq_id": 5}, {"model_id": models[1], "seq_id": 1}):
+            assert (await client.post("save_weights_for_sampler", save | other))[0] == 200
+        _, result = await client.post("retrieve_future", {"request_id": f"{models[1]}:1"})
+        assert "choose another number" in result.get("error", ""), "an open save of the session has it"
+        status, refusal = await client.post("create_sampling_session", {**new, "sampling_session_seq_id": 1})
+        assert (status, "choose another number" in refusal.get("detail", "")) == (400, True)
+        await client.turn("one")
+        await client.turn("one", WorkResult(f"{models[0]}:2", SaveResult(10)))
+        _, made = await client.post("retrieve_future", {"request_id": f"{models[0]}:2"})
+        assert made["sampling_session_id"] == f"{session}:sample:1", "a retry with another number is the same request"
+        assert client.registry.catalog.samplers[sampler["sampling_session_id"]].path == "", "it samples from the base"
+
+    with_gateway(tmp_path, play)
+
+
 def test_a_request_that_is_too_large_is_refused_whatever_it_says_of_its_length(tmp_path: Path) -> None:
     async def play(client: Client) -> None:
         async def chunks() -> Any:

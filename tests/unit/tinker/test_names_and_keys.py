@@ -80,8 +80,24 @@ def test_a_file_that_changes_is_read_again_and_one_that_cannot_be_read_lets_nobo
     assert refused.value.status == 408, "of 401 a client gives up"
 
 
+def test_a_file_that_is_not_utf_8_is_one_line_for_its_owner_and_a_pause_for_clients(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_bytes(f"{digest('tml-a')} ada\n# Jürgen\n".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"line 2.*UTF-8") as wrong:
+        Keys(file).check()
+    assert "\n" not in str(wrong.value)
+    with pytest.raises(ApiError, match="cannot be read") as refused:
+        Keys(file).owner("tml-a")
+    assert refused.value.status == 408
+
+
 @pytest.mark.parametrize(
-    "line", ["abc ada", f"{digest('k')}", f"{digest('k')} ada models=many", f"{digest('k')} a b=1"]
+    "line",
+    [
+        "abc ada",
+        f"{digest('k')}",
+        *(f"{digest('k')} ada {limit}" for limit in ("models=many", "b=1", f"bytes={'9' * 5000}")),
+    ],
 )
 def test_a_line_that_is_no_key_is_named(line: str) -> None:
     with pytest.raises(ConfigError, match="line 1"):

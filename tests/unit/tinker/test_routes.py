@@ -68,9 +68,18 @@ def test_an_address_of_a_download_is_good_for_its_file_alone_and_until_it_is_rep
                 older = good
             async with client.http.get(good) as answer:
                 assert (answer.status, await answer.text()) == (200, f"save {seq}")
-        for wrong in (older, good.replace("adapter_config.json", "other"), good[:-1] + "x", good.replace("=1", "=2")):
+        long = good.replace("?expires=", f"?expires={'9' * 5000}")
+        for wrong in (
+            long,
+            older,
+            good.replace("adapter_config.json", "other"),
+            good[:-1] + "x",
+            good.replace("=1", "=2"),
+        ):
             async with client.http.get(wrong) as answer:
                 assert answer.status in (403, 404), wrong
+        async with client.http.get(f"/api/v1/checkpoints?limit={'9' * 5000}", headers=ADA) as answer:
+            assert (answer.status, "limit=" in await answer.text()) == (400, True)
         archive = f"/api/v1/training_runs/{model}/checkpoints/external_weights/mine/archive"
         async with client.http.get(archive, headers=ADA, allow_redirects=False) as answer:
             assert answer.status == 302

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.tinker import tinker_wire
+from pipeline.tinker import durable_store, tinker_wire
 from pipeline.tinker.api_errors import OverLimitError
 from pipeline.tinker.durable_store import Store
 from pipeline.tinker.entities import SampledWeights
@@ -227,6 +227,46 @@ def test_samples_that_nobody_fetches_are_forgotten_after_a_while(tmp_path: Path)
         assert sampling.owner_of(id) == "ada"
         sampling._jobs[id].ended -= UNFETCHED_SECONDS + 1
         await sampling.sweep()
+        assert sampling.owner_of(id) is None
+
+    with_servers(tmp_path, play)
+
+
+def test_a_sample_that_is_asked_for_again_while_it_is_forgotten_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"prompt": PROMPT, "num_samples": 1}
+
+    async def accept(sampling: SampleQueue, scripts: list[Script]) -> None:
+        sampling.set_servers(None)
+        await sampling.accept("s:sample:0:0", SAMPLER, SampledWeights(), 0, body)
+
+    async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
+        (id,) = sampling._jobs
+        sampling._jobs[id].ended -= UNFETCHED_SECONDS + 1
+        with monkeypatch.context() as broken:
+            broken.setattr(durable_store, "no_requests", lambda ids: [("DELETE FROM nowhere", ())])
+            with pytest.raises(OverLimitError):
+                await sampling.sweep()
+        assert sampling.owner_of(id) == "ada", "the store did not forget it"
+        sweeping = asyncio.create_task(sampling.sweep())
+        await asyncio.sleep(0)
+        assert await sampling.accept(id, SAMPLER, SampledWeights(), 0, body) == id
+        await sweeping
+        assert isinstance(await asyncio.wait_for(sampling.result(id), 10), bytes)
+        assert sampling._store.body(id) is not None, "it is accepted, so it is stored"
+
+    with_servers(tmp_path, accept)
+    with_servers(tmp_path, play)
+
+
+def test_a_sample_that_the_store_cannot_take_is_refused_again_when_it_is_retried(tmp_path: Path) -> None:
+    async def play(sampling: SampleQueue, scripts: list[Script]) -> None:
+        id = "s:sample:0:\ud800"
+        for _ in range(2):
+            accepted = sampling.accept(id, SAMPLER, SampledWeights(), 0, {"prompt": PROMPT})
+            with pytest.raises(UnicodeEncodeError):
+                await asyncio.wait_for(accepted, 10)
         assert sampling.owner_of(id) is None
 
     with_servers(tmp_path, play)
