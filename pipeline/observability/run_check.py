@@ -20,7 +20,7 @@ import hashlib
 import json
 import struct
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -30,6 +30,7 @@ from pipeline.config import RunConfig
 from pipeline.config.frozen_config import read_frozen_config
 from pipeline.errors import ConfigError
 from pipeline.rollout.sample_store import without_copies
+from pipeline.run.metrics_log import decode_row
 from pipeline.run.paths import RunPaths
 from pipeline.run.run_documents import Finished
 from pipeline.utils import shared_files
@@ -70,8 +71,8 @@ def check_run(folder: Path) -> RunCheck:
     if config is None:
         raise ConfigError("run", str(folder), "a run with a readable config.json", f"see {run.config}")
     finished = shared_files.read_document(run.finished, Finished)
-    ledger, broken_lines = _lines(run.ledger)  # first: in a run in progress the metrics are ahead of it
-    rows, broken_rows = _lines(run.metrics)
+    ledger, broken_lines = _lines(run.ledger, _decode)  # first: in a run in progress the metrics are ahead of it
+    rows, broken_rows = _lines(run.metrics, decode_row)
     batches = _batches(ledger)
     stored, differing = _stored_samples(run.rollouts / "train", batches)
     missing = _missing(ledger)
@@ -95,20 +96,26 @@ def check_run(folder: Path) -> RunCheck:
     )
 
 
-def _lines(path: Path) -> tuple[list[Line], list[str]]:
-    """The complete lines of a file, and a problem for each that is no JSON object. The last one may be incomplete."""
+def _lines(path: Path, decode: Callable[[bytes], Line | None]) -> tuple[list[Line], list[str]]:
+    """The complete lines of a file, and a problem for each without a result. The last one may be incomplete."""
     lines, problems = list[Line](), list[str]()
     whole, _, _ = (path.read_bytes() if path.exists() else b"").rpartition(b"\n")
     for number, text in enumerate(whole.split(b"\n") if whole else (), 1):
-        try:
-            line = json.loads(text)
-        except ValueError:
-            line = None
-        if isinstance(line, dict):
-            lines.append(line)
-        else:
+        line = decode(text)
+        if line is None:
             problems.append(f"line {number} of {path.name} is damaged")
+        else:
+            lines.append(line)
     return lines, problems
+
+
+def _decode(text: bytes) -> Line | None:
+    """The JSON object of a line of the ledger."""
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) else None
 
 
 def _batches(ledger: Iterable[Line]) -> dict[int, list[Line]]:

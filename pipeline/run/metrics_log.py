@@ -12,6 +12,9 @@ rank 0 of the trainer, and `check` refuses a superseded one. A row that cannot b
 process that ends in order; of the whole run so far); `time` is seconds since the epoch. A row of an evaluation set has
 the set's name as `set`. A number that is not finite becomes null, which readers treat as absent.
 
+The file may have been damaged or edited. `decode_row` is the one place where a line becomes a row: readers rely on the
+types that it promises.
+
 A run that executes job files counts the steps of all files together, and names the file and its step in each row:
 
     row: {"kind": "train", "job": "sft", "step": 9, …, "file": "007-sft", "written": 17672…, "done": 1, "of": 4, …}
@@ -34,6 +37,18 @@ from pipeline.utils.append_log import AppendLog, rewrite_lines
 Kind = Literal["train", "eval", "goodput"]
 MetricRecord = dict[str, Any]
 _JOBS = ("sft", "preference", "rl")
+_REQUIRED = {"kind", "job", "step", "time"}
+_FILE_STEP = {"file", "written", "done", "of"}
+_NUMBER = (int, float)
+_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("kind", "job", "attempt", "set", "file"), (str,)),
+    **dict.fromkeys(("step", "written", "done", "of"), (int,)),
+    "time": _NUMBER,
+}
+"""The types of the fields that are no metrics."""
+_METRIC = (*_NUMBER, type(None))
+_MAX_NUMBER = 3.4e38
+"""About the largest float32. Sums and axis limits of larger numbers overflow, and no metric is as large."""
 _log = logging.getLogger(__name__)
 
 
@@ -122,7 +137,7 @@ def roll_back(
     newest = _JOBS.index(job), done
 
     def stays(line: bytes, _end: int) -> bool:
-        row = _decode(line)
+        row = decode_row(line)
         return row is not None and (_JOBS.index(row["job"]), row["step"]) <= newest
 
     return rewrite_lines(path, stays, check, aside=aside)
@@ -137,7 +152,7 @@ def roll_back_file(
     """
 
     def stays(line: bytes, _end: int) -> bool:
-        row = _decode(line)
+        row = decode_row(line)
         same = row is not None and (row.get("file"), row.get("written")) == (begun.file, begun.written)
         return row is not None and not (same and row["done"] > begun.done)
 
@@ -184,7 +199,7 @@ class RowReader:
         except FileNotFoundError:
             return []
         self._position += len(whole) + len(newline)
-        return [row for line in whole.split(b"\n") if (row := _decode(line)) is not None]
+        return [row for line in whole.split(b"\n") if (row := decode_row(line)) is not None]
 
 
 def read_rows(path: Path) -> list[MetricRecord]:
@@ -197,10 +212,30 @@ def series(rows: Iterable[MetricRecord], name: str, job: str = "rl") -> list[tup
     return [(row["step"], row[name]) for row in rows if row["job"] == job and row.get(name) is not None]
 
 
-def _decode(line: bytes) -> MetricRecord | None:
+def decode_row(line: bytes) -> MetricRecord | None:
+    """The row of a line; None for a line that is no row.
+
+    `kind`, `job`, `step` and `time` have the types of the module's docstring. `attempt` and `set` are texts or absent,
+    and the fields of a job file are present together or not at all. Every other value is a number or null: all else is
+    left out, also numbers beyond those of float32.
+    """
     try:
-        row = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        fields = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    is_row = isinstance(row, dict) and {"kind", "job", "step", "time"} <= row.keys() and row["job"] in _JOBS
-    return row if is_row and isinstance(row["step"], int | float) else None
+    if not isinstance(fields, dict):
+        return None
+    row = {name: value for name, value in fields.items() if _is_valid(name, value)}
+    if not row.keys() >= _REQUIRED or row["job"] not in _JOBS:
+        return None
+    if not row.keys() >= _FILE_STEP:
+        for name in row.keys() & _FILE_STEP:
+            del row[name]
+    return row
+
+
+def _is_valid(name: str, value: object) -> bool:
+    # By exact type: a bool is an int to `isinstance`.
+    if type(value) not in _TYPES.get(name, _METRIC):
+        return False
+    return not isinstance(value, _NUMBER) or abs(value) <= _MAX_NUMBER

@@ -1,5 +1,6 @@
 """The lines of the table of runs: what each says, and where it has it from."""
 
+import json
 from pathlib import Path
 
 from pipeline.errors import ConfigError
@@ -40,6 +41,17 @@ def test_a_line_says_how_far_the_run_is(tmp_path: Path, scheduler: FakeScheduler
     assert line.accuracy is not None
     assert cells_of(line)[:2] == ("demo", job)
     assert cells_of(line)[4:8] == ("30/60", f"{line.reward:.3f}", f"{line.accuracy:.3f}", "1")
+
+
+def test_an_odd_row_of_metrics_stops_no_table(tmp_path: Path, scheduler: FakeScheduler) -> None:
+    run = make_run(tmp_path / "odd", steps=3)
+    make_run(tmp_path / "sound", steps=3)
+    row = {"kind": "train", "job": "sft", "step": 4, "time": 1.0, "steps": "many", "reward/mean": "0.5"}
+    with run.paths.metrics.open("a") as file:
+        file.write(f"{json.dumps(row)}\n{json.dumps(row | {'job': 'rl'})}\n{json.dumps(row | {'time': None})}\n")
+    lines = look(tmp_path, scheduler)
+    assert (lines["odd"].step, lines["odd"].reward) == (4, lines["sound"].reward)
+    assert cells_of(lines["odd"])[5] == cells_of(lines["sound"])[5]
 
 
 def test_a_waiting_job_says_why_it_waits(tmp_path: Path, scheduler: FakeScheduler) -> None:

@@ -1,5 +1,6 @@
 """`pipeline.observability`: a page for every run directory, however little is in it."""
 
+import json
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from pipeline.errors import ConfigError
 from pipeline.observability import run_history as histories
+from pipeline.observability import trace_command
 from pipeline.observability.chart_subjects import all_charts, measures_accuracy, unmeasured
 from pipeline.observability.metric_charts import Chart, resume_steps, smoothed
 from pipeline.observability.report_page import page, state, tiles, wall_seconds, write_report
@@ -272,6 +274,25 @@ def test_no_missing_or_torn_file_stops_the_report(finished: FakeRun, name: str, 
     history = read_history(finished.root)
     assert tiles(history)
     assert state(history) in ("finished", "interrupted")
+
+
+ODD_FIELDS = (
+    {"time": None},
+    {"step": "61"},
+    {"reward/mean": "0.5"},
+    {"loss": [1]},
+    {"tokens_per_second": "fast"},
+    {"reward/mean": 1.7e308, "loss": -1.7e308},
+    {"seconds/step": "long", "start/restore_seconds": {}},
+)
+
+
+def test_odd_rows_of_metrics_stop_neither_report_nor_trace(finished: FakeRun, tmp_path: Path) -> None:
+    row = {"kind": "train", "job": "rl", "step": 61, "time": 1767225600.0, "attempt": "local2-0"}
+    with finished.paths.metrics.open("a") as file:
+        file.writelines(f"{json.dumps(row | fields)}\n" for fields in ODD_FIELDS for _ in range(2))
+    assert "<h3>Reward</h3>" in page(read_history(finished.root))
+    assert trace_command.main([f"run={finished.root}", f"trace={tmp_path}/out.json"]) == 0
 
 
 def test_a_failure_stands_at_the_top_with_its_last_lines_and_what_to_do(run: FakeRun) -> None:

@@ -236,3 +236,11 @@ def test_an_unfinished_run_is_checked_up_to_its_last_checkpoint(run: FakeRun) ->
     assert not of_ledger(run, lambda lines: [lines.pop() for _ in "abcd"])
     problems = of_metrics(run, lambda lines: [lines.pop() for _ in "abcdef"])
     assert problems == ("ledger.jsonl ends with step 8, and metrics.jsonl with step 6",)
+
+
+@pytest.mark.parametrize("line", ['{"kind": "train"}', '{"kind": "train", "job": "rl", "step": "3", "time": 1.0}'])
+def test_a_line_of_metrics_without_a_step_is_damaged(run: FakeRun, line: str) -> None:
+    with run.paths.metrics.open("a") as file:
+        file.write(f"{line}\n")
+    count = len(run.paths.metrics.read_text().splitlines())
+    assert check_run(run.root).problems == (f"line {count} of metrics.jsonl is damaged",)

@@ -209,6 +209,57 @@ def test_lines_that_are_no_rows_are_passed_over(path: Path) -> None:
     assert steps(path) == [1]
 
 
+ROW = {"kind": "train", "job": "rl", "step": 1, "time": 0.0}
+FILE = {"file": "a", "written": 1, "done": 1, "of": 4}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"step": "1"},
+        {"step": None},
+        {"step": 1.5},
+        {"step": True},
+        {"step": 10**40},
+        {"time": None},
+        {"time": "now"},
+        {"time": 1e300},
+        {"kind": ["train"]},
+        {"job": "other"},
+        {"job": 3},
+    ],
+)
+def test_a_row_without_a_step_or_a_time_is_none(path: Path, damage: dict[str, object]) -> None:
+    path.write_text(f"{json.dumps(ROW | damage)}\n{json.dumps(ROW | {'step': 2})}\n")
+    assert steps(path) == [2]
+    assert roll_back(path, "rl", 2) == 1, "a row that no reader gets is not kept"
+
+
+def test_a_line_of_too_many_brackets_is_no_row(path: Path) -> None:
+    path.write_text(f'{{"a":{"[" * 100_000}\n{json.dumps(ROW)}\n')
+    assert steps(path) == [1]
+
+
+@pytest.mark.parametrize("value", ["0.5", True, [1], {"a": 1}, 1e308, -1e308, pytest.param(10**400, id="int")])
+def test_a_metric_that_is_no_number_is_absent(path: Path, value: object) -> None:
+    path.write_text(json.dumps(ROW | {"reward/mean": value, "loss": 1, "kl": None}) + "\n")
+    assert read_rows(path) == [ROW | {"loss": 1, "kl": None}]
+    assert not series(read_rows(path), "reward/mean")
+
+
+@pytest.mark.parametrize("damage", [{"attempt": 5}, {"set": 5}, {"attempt": None}, {"set": ["a"]}])
+def test_a_name_that_is_no_text_is_absent(path: Path, damage: dict[str, object]) -> None:
+    path.write_text(json.dumps(ROW | damage) + "\n")
+    assert read_rows(path) == [ROW]
+
+
+@pytest.mark.parametrize("damage", [{"file": 5}, {"written": "x"}, {"done": None}, {"of": 1.5}])
+def test_a_row_with_a_damaged_field_of_its_job_file_has_none_of_them(path: Path, damage: dict[str, object]) -> None:
+    path.write_text(f"{json.dumps(ROW | FILE)}\n{json.dumps(ROW | FILE | damage)}\n")
+    assert read_rows(path) == [ROW | FILE, ROW]
+    assert roll_back_file(path, FileStep("a", 1, 0, 4)) == 1
+
+
 def test_closing_closes_every_sink(path: Path) -> None:
     kept = Kept()
     MetricSinks(path, "12-0", [kept]).close()
