@@ -1,12 +1,13 @@
 """Small charts as SVG text, drawn with matplotlib.
 
 An SVG needs no font, file or network. Its colors are CSS variables of the page, so that it follows light, dark and
-print styles. Equal input gives equal text.
+print styles. Equal input gives equal text. Names in a chart are plain text: neither markup nor formulas.
 """
 
 import io
 import re
 from collections.abc import Callable
+from html import escape
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -38,6 +39,7 @@ _SETTINGS = {
     "svg.hashsalt": "rollcall",
     "font.family": "sans-serif",
     "font.size": 9,
+    "text.parse_math": False,
     "text.color": INK,
     "axes.edgecolor": LINE,
     "axes.labelcolor": INK,
@@ -89,4 +91,4 @@ def _themed(svg: str, label: str) -> str:
     svg = re.sub(r"font: ([0-9.]+)px [^;\"]*", r"font: \1px var(--font)", svg)
     for mark, variable in _VARIABLES.items():
         svg = svg.replace(mark, f"var({variable})")
-    return svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{escape(label, quote=True)}"', 1)

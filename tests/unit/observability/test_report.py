@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -317,6 +318,22 @@ def test_text_from_the_run_cannot_break_the_page(run: FakeRun) -> None:
     text = page(read_history(run.root))
     assert "<script" not in text
     assert "&lt;script&gt;" in text
+
+
+def test_names_in_a_chart_are_neither_markup_nor_formulas(run: FakeRun) -> None:
+    names = ['a"><img src=x onerror=alert(1)>', r"price_$\frac$", "in_$x$_out"]
+    attempt = run.attempt("local1-0")
+    attempt.role("<b>$\\frac$", 0, "starting")
+    attempt.role("<b>$\\frac$", 0, "ready")
+    attempt.train("rl", range(1, 5), **{f"rewards/{name}": 0.5 for name in names})
+    with MetricSinks(run.paths.metrics, attempt.paths.attempt) as sinks:
+        sinks.log("eval", "rl", 4, {f"eval/{names[0]}/accuracy": 0.5}, eval_set=names[0])
+    text = page(read_history(run.root))
+    assert "<img" not in text
+    assert "<b>$" not in text
+    for name in names:
+        assert f">{escape(name, quote=False)}</text>" in text
+    assert f'aria-label="Reward functions: {escape(names[0])} from' in text
 
 
 def test_bars_last_from_one_state_to_the_next_and_the_open_one_to_the_end(run: FakeRun) -> None:
