@@ -62,10 +62,12 @@ def run(name: str, arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; nothing was started", file=sys.stderr)
         return 130
-    except (PermissionError, IsADirectoryError, NotADirectoryError) as error:
-        if error.filename is None:
+    except OSError as error:
+        # The system refused a call, as on a full disk. An error that Python code made has no number.
+        if error.errno is None and error.filename is None:
             raise
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        named = "" if error.filename is None else f"{error.filename}: "
+        print(f"error: {named}{error.strerror or error}", file=sys.stderr)
         return 1
     return code
 

@@ -82,15 +82,23 @@ def _temporary(path: Path, data: bytes) -> Iterator[tuple[Path, os.stat_result]]
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
+        yield temporary, _fill(descriptor, data, path)
+    finally:
+        with suppress(OSError):  # the caller's rename or link stands; readers skip names that begin with a dot
+            temporary.unlink(missing_ok=True)
+
+
+def _fill(descriptor: int, data: bytes, path: Path) -> os.stat_result:
+    """Write and fsync the data, and close the file. `OSError` names `path`."""
+    try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-            status = os.fstat(file.fileno())
-        yield temporary, status
-    finally:
-        with suppress(OSError):  # the caller's rename or link stands; readers skip names that begin with a dot
-            temporary.unlink(missing_ok=True)
+            return os.fstat(file.fileno())
+    except OSError as error:
+        error.filename = str(path)  # these calls get a descriptor, so their errors name no file
+        raise
 
 
 def write_document(path: Path, document: Any) -> None:

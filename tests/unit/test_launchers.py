@@ -1,5 +1,6 @@
 """The scripts a user starts, as the user starts them."""
 
+import errno
 import os
 import shlex
 import subprocess
@@ -9,11 +10,15 @@ from typing import Any
 
 import pytest
 
+from launchers import entry
 from pipeline.config.model_directory import BUILT_IN
 from pipeline.config.run_identity import OPERATIONAL
 from pipeline.environments.chat_tokenizer import ChatTokenizer
+from pipeline.observability import report_command
 from slurm.registry import run_registry
 from tests.fakes.composed_config import compose_cached
+from tests.fakes.full_disk import room_for
+from tests.fakes.run_directory import FakeRun
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -216,6 +221,51 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, command: str) ->
     argv = [sys.executable, str(ROOT / "launchers" / f"{command}.py"), f"run={run.root}"]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, f"error: {run.metrics}: Is a directory\n")
+
+
+@pytest.mark.parametrize("command", ["report", "trace"])
+def test_a_full_disk_is_one_line_with_the_file(tmp_path: Path, command: str) -> None:
+    run = FakeRun(tmp_path / "demo")
+    run.attempt("1-0").train("rl", range(1, 100))
+    with room_for(4096):
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "launchers" / f"{command}.py"), f"run={run.root}"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    file = {"report": run.paths.report, "trace": run.root / "trace.json"}[command]
+    # A library may warn first that it could not write its cache.
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, f"error: {file}: File too large")
+    assert "Traceback" not in done.stderr
+    assert not list(run.root.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "error: Disk quota exceeded\n"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "a"), "error: a: No such file\n"),
+    ],
+)
+def test_a_refused_call_is_one_line(
+    error: OSError, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(_arguments: object) -> int:
+        raise error
+
+    monkeypatch.setattr(report_command, "main", refuse)
+    assert entry.run("report", []) == 1
+    assert capsys.readouterr().err == line
+
+
+def test_an_error_that_no_system_call_raised_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_arguments: object) -> int:
+        raise OSError("no number")
+
+    monkeypatch.setattr(report_command, "main", fail)
+    with pytest.raises(OSError, match="no number"):
+        entry.run("report", [])
 
 
 def test_the_task_of_the_quickstart_is_right_and_would_start(tmp_path: Path) -> None:
