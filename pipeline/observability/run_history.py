@@ -133,7 +133,7 @@ def find_run(arguments: Sequence[str]) -> Path:
     value = arguments[0].removeprefix("run=")
     for folder in (Path(value), RUNS / value):
         try:
-            is_run, is_sweep = RunPaths(folder).run.exists(), SweepPaths(folder).manifest.exists()
+            is_run, is_sweep = map(shared_files.exists, (RunPaths(folder).run, SweepPaths(folder).manifest))
         except PermissionError:
             hint = "its owner may open it to the group (cluster.readable_by=group)"
             raise ConfigError("run", value, "a run directory that you may read", hint) from None

@@ -35,6 +35,22 @@ def unseal(data: bytes) -> bytes | None:
     return body if mark >= 0 and data == seal(body) else None
 
 
+def exists(path: Path) -> bool:
+    """Whether there is a file or folder at `path`; False for a path that names none, such as one that is too long.
+
+    `OSError` if that is unknown, as for a folder that this user may not open.
+    """
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a null byte
+        return False
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            return False
+        raise
+    return True
+
+
 def write_atomic(path: Path, data: bytes) -> None:
     """Replace the file at `path` by `data`. A reader sees the complete old or the complete new content."""
     with _temporary(path, data) as (temporary, status):

@@ -85,7 +85,7 @@ def find_sweep(value: str, output: Path | None = None) -> SweepPaths:
     """
     below = output or RUNS
     for folder in (below / value,) if output else (Path(value), below / value):
-        if value and SweepPaths(folder).manifest.exists():
+        if value and shared_files.exists(SweepPaths(folder).manifest):
             return SweepPaths(folder.resolve())
     expected = f"a sweep below {below}/" if output else f"a sweep's directory, or a name below {below}/"
     raise ConfigError(

@@ -18,6 +18,7 @@ from pipeline.config import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.run.completion import is_finished
 from pipeline.run.paths import RunPaths
+from pipeline.utils import shared_files
 from slurm.submission import submit_run
 from slurm.submission.compose_config import compose_config
 
@@ -27,7 +28,7 @@ _MAX_NAME = 58
 
 def main(argv: Sequence[str]) -> int:
     """The exit code of `train.py <job file or folder> [options] [key=value …]`."""
-    if not argv or argv[0].startswith("-") or ("=" in argv[0] and not Path(argv[0]).exists()):
+    if not argv or argv[0].startswith("-") or ("=" in argv[0] and not shared_files.exists(Path(argv[0]))):
         expected = "a job file, or a folder of them, as the first argument"
         print(f"error: {ConfigError('jobs', None, expected, 'see docs/jobs.md')}", file=sys.stderr)
         return ConfigError.exit_code

@@ -223,6 +223,29 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, command: str) ->
     assert (done.returncode, done.stderr) == (1, f"error: {run.metrics}: Is a directory\n")
 
 
+@pytest.mark.parametrize(
+    ("command", "prefix", "expected"),
+    [
+        *((command, "run=", "a run directory, or a name below runs/") for command in ("report", "watch", "cancel")),
+        ("postmortem", "run=", "a run directory, or a name below runs/"),
+        *((command, "sweep=", "a sweep's directory, or a name below runs/") for command in ("runs", "cancel")),
+        ("train", "x=", "a job file, or a folder of them, as the first argument"),
+    ],
+)
+def test_a_name_that_is_too_long_for_a_file_is_no_run(
+    command: str,
+    prefix: str,
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert entry.run(command, [f"{prefix}{'a' * 300}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"expected {expected}" in line
+
+
 @pytest.mark.parametrize("command", ["report", "trace"])
 def test_a_full_disk_is_one_line_with_the_file(tmp_path: Path, command: str) -> None:
     run = FakeRun(tmp_path / "demo")

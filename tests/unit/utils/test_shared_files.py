@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.utils import shared_files
+from tests.support.strangers import NOBODY, needs_another_user, shared_directory
 
 
 class Note(msgspec.Struct, frozen=True):
@@ -177,3 +178,23 @@ def test_a_failed_write_leaves_the_old_content_and_no_rest(tmp_path, monkeypatch
         shared_files.write_document(path, Note(2))
     assert shared_files.read_document(path, Note) == Note(1)
     assert [path.name for path in tmp_path.iterdir()] == ["note.json"]
+
+
+@pytest.mark.parametrize("name", ["absent", "file/below", "a" * 300, "a/" * 3000, "\0", "loop", "\ud800"])
+def test_a_path_that_names_nothing_does_not_exist(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    assert shared_files.exists(tmp_path / "file")
+    assert not shared_files.exists(tmp_path / name)
+
+
+@needs_another_user
+def test_whether_a_file_of_a_closed_folder_exists_is_unknown() -> None:
+    with shared_directory() as folder:
+        (folder / "closed").mkdir(mode=0o700)
+        os.seteuid(NOBODY)
+        try:
+            with pytest.raises(PermissionError):
+                shared_files.exists(folder / "closed" / "file")
+        finally:
+            os.seteuid(0)
