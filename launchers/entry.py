@@ -5,11 +5,13 @@
 
 Owns the start of a command, and the check for foreign packages: `pipeline`, `slurm` and `conf` are common names, and
 another project's package may come first in the search path. Promises a one-line error before any package is imported,
-and that text from outside cannot control the terminal. Uses only the standard library.
+that text from outside cannot control the terminal, and that a terminal without a character gets `?` for it. Uses only
+the standard library.
 """
 
 import difflib
 import inspect
+import io
 import re
 import sys
 from collections.abc import Sequence
@@ -27,6 +29,7 @@ INSTALLER = "install"
 
 def main() -> int:
     """The command `rollcall`: `rollcall <command> …` runs the script `launchers/<command>.py`."""
+    replace_unencodable()
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help", "help"):
         print(overview())
@@ -48,6 +51,7 @@ def run(name: str, arguments: Sequence[str] | None = None) -> int:
     Its script names the module (`MODULE`) whose `main(arguments)` does the work. The script's docstring is its usage,
     unless the module parses `--help` with its other options (`HAS_OPTIONS`).
     """
+    replace_unencodable()
     arguments = sys.argv[1:] if arguments is None else arguments
     command = script(name)
     if {"-h", "--help"} & set(arguments) and not getattr(command, "HAS_OPTIONS", False):
@@ -70,6 +74,16 @@ def run(name: str, arguments: Sequence[str] | None = None) -> int:
         print(f"error: {named}{error.strerror or error}", file=sys.stderr)
         return 1
     return code
+
+
+def replace_unencodable() -> None:
+    """Let both standard streams write `?` for a character that their encoding lacks, in place of an error.
+
+    Other encodings than UTF-8 lack most of ours, and every encoding lacks the bytes of a file name that is not UTF-8.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def commands() -> list[str]:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -221,6 +222,25 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, command: str) ->
     argv = [sys.executable, str(ROOT / "launchers" / f"{command}.py"), f"run={run.root}"]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, f"error: {run.metrics}: Is a directory\n")
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii:strict", "ascii:surrogateescape"])
+def test_a_terminal_that_lacks_a_character_gets_a_question_mark(tmp_path: Path, encoding: str) -> None:
+    FakeRun(tmp_path / "demo")
+    env = os.environ | {"PYTHONIOENCODING": encoding}
+    table = start("runs.py", f"output={tmp_path}", env=env)
+    usage = start("watch.py", "--help", env=env)
+    assert (table.returncode, table.stderr, usage.returncode, usage.stderr) == (0, "", 0, "")
+    assert re.search(r"^demo +\?", table.stdout, re.MULTILINE)
+    assert "`host=?`" in usage.stdout
+
+
+def test_a_name_that_is_no_utf_8_can_be_printed(tmp_path: Path) -> None:
+    FakeRun(tmp_path / "demo").root.rename(tmp_path / "\udcff")
+    env = os.environ | {"PYTHONIOENCODING": "utf-8"}
+    table = start("runs.py", f"output={tmp_path}", env=env)
+    assert (table.returncode, table.stderr) == (0, "")
+    assert re.search(r"^\? ", table.stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
