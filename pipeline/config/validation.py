@@ -5,7 +5,8 @@
 
 import difflib
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import PurePath
 from types import UnionType
 from typing import Annotated, Any, get_args, get_origin
 
@@ -21,10 +22,37 @@ from pipeline.errors import ConfigError
 
 def load_config(tree: dict[str, Any]) -> RunConfig:
     """The typed config of a composed tree of plain values. `ConfigError` for the first invalid value."""
+    for key, text in _texts(tree):
+        if not _is_unicode(text):
+            hint = "config.json has all values as text: rename the file, or make a link to it"
+            raise ConfigError(key, text, "text in UTF-8", hint)
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
         raise _config_error(error.errors()[0]) from None
+
+
+def _texts(value: object, key: str = "") -> Iterator[tuple[str, str]]:
+    """All texts and names of keys in a tree, each with its dotted key."""
+    if isinstance(value, str | PurePath):
+        yield key, str(value)
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            below = f"{key}.{name}" if key else str(name)
+            yield below, str(name)
+            yield from _texts(inner, below)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner, key)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether the text has no surrogates, with which Python stands for bytes that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 NAMED = "<name>"

@@ -14,7 +14,7 @@ from pipeline.config.teacher_checks import check_vocabulary
 from pipeline.errors import ConfigError
 from pipeline.tinker.server_pools import pool_of
 from pipeline.tinker.tinker_records import Pool
-from slurm.submission.compose_config import config_groups
+from slurm.submission.compose_config import compose_config, config_groups
 from tests.fakes.composed_config import compose_cached
 
 
@@ -44,6 +44,21 @@ def test_every_loss_can_be_chosen_on_its_own(loss: str) -> None:
 )
 def test_what_can_be_carried_out_passes(overrides: list[str]) -> None:
     check_run(compose_cached(["experiment=demo", *overrides]))
+
+
+@pytest.mark.parametrize("key", ["model.path", "output", "data.path", "task.options.levels"])
+def test_a_value_that_is_no_utf_8_is_refused(key: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"{re.escape(key)}='.*\\udcff': expected text in UTF-8; .*make a link to it"
+    ):
+        compose_config(["experiment=demo", f"{key}='/a\udcff'"])
+
+
+def test_a_name_of_an_option_that_is_no_utf_8_is_refused() -> None:
+    tree = compose_cached(["experiment=demo"]).model_dump(mode="json")
+    tree["task"]["options"] = {"a\udcff": 1}
+    with pytest.raises(ConfigError, match=r"task\.options\.a.* expected text in UTF-8"):
+        load_config(tree)
 
 
 SFT = ("training.steps=0", "training.sft.steps=5")
