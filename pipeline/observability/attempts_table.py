@@ -1,10 +1,9 @@
 """The attempts of a run as a table: start, duration, trained steps, and end. Pure."""
 
-import time
 from collections.abc import Sequence
 from html import escape
 
-from pipeline.observability.number_format import clock
+from pipeline.observability.number_format import clock, moment
 from pipeline.observability.run_history import Attempt, History
 from pipeline.run.metrics_log import MetricRecord
 
@@ -35,7 +34,7 @@ def _line(attempt: Attempt, rows: Sequence[MetricRecord]) -> Line:
     end, why = attempt.end
     return (
         attempt.name,
-        time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(span[0])) if span else "—",
+        moment(span[0], "%Y-%m-%d %H:%M:%S") if span else "—",
         clock(span[1] - span[0]) if span else "—",
         _steps([row for row in rows if row["kind"] == "train" and row.get("attempt") == attempt.name]),
         end or "—",

@@ -7,6 +7,7 @@ that is missing, damaged or too large costs only itself: `README.txt` lists what
     write_postmortem(paths)      # the path of attempts/<attempt>/postmortem.tar.gz
 """
 
+import glob
 import gzip
 import io
 import json
@@ -26,6 +27,7 @@ import msgspec
 
 from pipeline.observability.failure_verdict import Verdict, verdict_of
 from pipeline.observability.installed_versions import describe_versions
+from pipeline.observability.number_format import moment
 from pipeline.observability.run_history import Attempt, read_attempt
 from pipeline.run.metrics_log import read_rows
 from pipeline.run.paths import WORLD, AttemptPaths, RunPaths
@@ -210,7 +212,8 @@ def _logs(attempt: Attempt) -> list[Path]:
 
 def _agent_outputs(run: RunPaths, paths: AttemptPaths) -> list[Path]:
     """The output of the attempt's agents, and on Slurm of its batch script."""
-    patterns = (f"{paths.job}/*_log.*", f"*/{paths.job}_*_log.*")
+    job = glob.escape(paths.job)
+    patterns = (f"{job}/*_log.*", f"*/{job}_*_log.*") if job else ()
     return sorted(path for pattern in patterns for path in run.submitit.glob(pattern))
 
 
@@ -260,4 +263,5 @@ def _readme(attempt: Attempt, verdict: Verdict, texts: dict[str, str], omitted: 
 
 def _clock(seconds: float) -> str:
     """A time in UTC, with tenths of a second."""
-    return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(seconds))}.{int(seconds * 10) % 10}"
+    date = moment(seconds, "%Y-%m-%d %H:%M:%S")
+    return date if date == "—" else f"{date}.{int(seconds * 10) % 10}"

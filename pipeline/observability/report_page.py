@@ -3,11 +3,13 @@
 The page opens from a file, offline. Every run directory gives a page; a note replaces each missing part.
 """
 
+import os
 import time
 from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import groupby
 from pathlib import Path
+from urllib.parse import quote
 
 from pipeline.checkpoints import root_of
 from pipeline.config import RunConfig, TrainingConfig
@@ -19,7 +21,7 @@ from pipeline.observability.episode_section import CONTENT_POLICY, episodes_sect
 from pipeline.observability.findings import findings_of
 from pipeline.observability.goodput_section import goodput_table, outages_chart, summary
 from pipeline.observability.metric_charts import Chart
-from pipeline.observability.number_format import clock, number, plural
+from pipeline.observability.number_format import clock, moment, number, plural
 from pipeline.observability.report_style import STYLE
 from pipeline.observability.run_history import Attempt, History
 from pipeline.observability.run_status import State, current_state, reason_of, state_of
@@ -36,7 +38,8 @@ Tile = tuple[str, str]
 
 def write_report(history: History) -> Path:
     """Write `report.html` into the run directory and return its path."""
-    shared_files.write_atomic(history.paths.report, page(history).encode())
+    # Names of files may have bytes that are not UTF-8.
+    shared_files.write_atomic(history.paths.report, page(history).encode(errors="replace"))
     return history.paths.report
 
 
@@ -175,7 +178,7 @@ def _head(history: History) -> str:
     if config:
         facts = [*_what_it_does(config), config.model.path]
     if identity:
-        facts.append(time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(identity.created)))
+        facts.append(moment(identity.created, "%Y-%m-%d %H:%M UTC"))
         facts += [f"revision {identity.revision}"] if identity.revision else []
     return (
         f'<div class="head"><h1>{escape(history.name)}</h1>'
@@ -229,7 +232,7 @@ def _findings(history: History) -> str:
 
 def _first_failure(failure: FirstFailure) -> str:
     code = "" if failure.exit_code is None else f" (exit code {failure.exit_code})"
-    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(failure.time))
+    when = moment(failure.time, "%Y-%m-%d %H:%M:%S UTC")
     lines = escape("\n".join(failure.last_lines)) or "its log is empty"
     return (
         f'<section class="failure"><h2>{escape(failure.role)} failed first</h2>'
@@ -312,7 +315,7 @@ def _files(history: History) -> str:
     if history.config and history.identity and history.config.training.checkpoints:
         links.append(f"checkpoints in {escape(root_of(history.config, run, history.identity.run_id))}")
     logs = [_logs(attempt, run.root) for attempt in history.attempts]
-    footer = f"<footer>Written {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())} by Rollcall.</footer>"
+    footer = f"<footer>Written {moment(time.time(), '%Y-%m-%d %H:%M UTC')} by Rollcall.</footer>"
     uploads = (f'<p class="note">To upload it: <code>{escape(command)}</code></p>' for command in upload_commands(run))
     files = f"<h2>Files</h2><p>{' · '.join(links) or 'nothing was written yet'}</p>"
     return "".join((files, *logs, *uploads, footer))
@@ -326,4 +329,4 @@ def _logs(attempt: Attempt, root: Path) -> str:
 
 def _link(file: Path, root: Path, text: str = "") -> str:
     target = file.relative_to(root).as_posix()
-    return f'<a href="{escape(target)}">{escape(text or target)}</a>'
+    return f'<a href="{quote(os.fsencode(target))}">{escape(text or target)}</a>'

@@ -5,6 +5,7 @@ Missing, damaged or incomplete files never raise, and nothing is written.
 
 import difflib
 import os
+import re
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -32,6 +33,8 @@ RUNS = Path("runs")
 """The folder in which run names are looked up: the default of the config's `output`."""
 _SHOWN = 5
 """Maximum number of names that an error lists."""
+_ATTEMPT = re.compile(r"[!-,/-~][!-~]*-[!-~]+")
+"""Names of attempts. Other folders, such as those that NFS leaves of open files (`.nfs…`), are none."""
 PER_LOOK = 32
 """Known files of single ranks that one `AttemptReader.read` reads again. The demo run has fewer."""
 
@@ -175,7 +178,7 @@ def attempt_names(run: RunPaths, known: dict[str, float] | None = None) -> list[
     known = {} if known is None else known
     try:
         with os.scandir(run.attempts) as entries:
-            names = [entry.name for entry in entries if entry.is_dir()]
+            names = [entry.name for entry in entries if _ATTEMPT.fullmatch(entry.name) and entry.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
     return [name for _, name in sorted((_began(AttemptPaths(run.root, "", name), known), name) for name in names)]

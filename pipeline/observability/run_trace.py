@@ -18,6 +18,8 @@ from pipeline.run.metrics_log import MetricRecord, read_rows
 TraceEvent = dict[str, Any]
 Span = tuple[float, float, str, dict[str, Any]]
 """Start and end in seconds since the epoch, the name and the arguments."""
+_MAX_MICROS = 2.0**63
+"""A damaged record may have any time, and readers of traces have 64 bits for it."""
 _ENDED = ("stopped", "failed")
 Instant = tuple[float, str, str]
 """Seconds since the epoch, the name and the detail."""
@@ -142,7 +144,7 @@ def _instants(attempt: Attempt) -> Iterator[Instant]:
 
 
 def _micros(time: float, origin: float) -> int:
-    return round((time - origin) * 1e6)
+    return round(max(-_MAX_MICROS, min((time - origin) * 1e6, _MAX_MICROS)))
 
 
 def _metadata(pid: int, tid: int, kind: str, name: str) -> TraceEvent:

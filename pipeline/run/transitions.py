@@ -1,17 +1,21 @@
 """The timeline of an attempt: one line per change of a role's state, written by the agent of its rank."""
 
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 from pipeline.run.paths import AttemptPaths, rank_of_timeline
 from pipeline.utils.shared_dir import FileSharedDir
 
+_MAX_TIME = 1e11
+"""A line with a later time, of a year above 5000, is damaged."""
+
 
 class Transition(msgspec.Struct, frozen=True, kw_only=True):
     """A change of a role's state: one line of a rank's timeline, written by its agent."""
 
-    time: float
+    time: Annotated[float, msgspec.Meta(ge=0, lt=_MAX_TIME)]
     role: str
     rank: int
     state: str
@@ -25,7 +29,7 @@ def timeline_ranks(paths: AttemptPaths) -> list[int]:
 
 
 def read_timeline(timeline: Path) -> list[Transition]:
-    """The transitions of one rank, without an incomplete last line."""
+    """The transitions of one rank, without damaged lines and an incomplete last one."""
     transitions = []
     for line in timeline.read_bytes().splitlines():
         try:

@@ -3,7 +3,6 @@
 Owns layout, colors, texts and rounding. Pure: a snapshot in, a renderable out; reads no file and no clock.
 """
 
-import time
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -14,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.observability.number_format import clock, number
+from pipeline.observability.number_format import clock, moment, number
 from pipeline.run.events import Event
 from pipeline.run.notices import Notice
 from pipeline.utils.user_commands import user_command
@@ -284,7 +283,7 @@ def _events(events: Sequence[Event], notices: Sequence[Notice]) -> RenderableTyp
     """The last notices, then the events."""
     shown = [(notice.time, f"{notice.by}: {notice.text}") for notice in notices[-MAX_NOTICES:]]
     shown += [(event.time, _event_text(event)) for event in events]
-    lines = [f"{time.strftime('%H:%M:%S', time.localtime(at))}  {text}" for at, text in shown]
+    lines = [f"{moment(at, '%H:%M:%S', local=True)}  {text}" for at, text in shown]
     return Text("\n".join(lines), "bright_black", overflow="ellipsis", no_wrap=True)
 
 

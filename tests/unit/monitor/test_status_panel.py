@@ -74,6 +74,11 @@ def test_the_panel_says_how_many_servers_are_ready_until_all_are() -> None:
     assert "servers ready" not in shown(replace(RUN, roles=servers, state="failed"))
 
 
+def test_a_notice_at_a_time_without_a_date_is_shown() -> None:
+    panel = shown(replace(RUN, notices=(Notice(time=1e300, by="trainer.0", text="odd"),)))
+    assert "—  trainer.0: odd" in panel
+
+
 def test_the_panel_and_the_lines_show_the_notices() -> None:
     notices = tuple(Notice(time=500.0 + n, by="trainer.0", text=f"notice {n}") for n in range(MAX_NOTICES + 1))
     panel = shown(replace(RUN, notices=notices))

@@ -3,6 +3,7 @@
 import os
 import tarfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -12,7 +13,9 @@ from pipeline.observability import postmortem_archive as postmortem
 from pipeline.observability.failure_verdict import verdict_of
 from pipeline.observability.postmortem_archive import postmortem_of, read_end, write_postmortem
 from pipeline.observability.postmortem_command import main
-from pipeline.observability.run_history import read_attempt
+from pipeline.observability.run_history import attempt_names, read_attempt
+from pipeline.roles.role_context import Status
+from pipeline.run.events import Event
 from pipeline.run.first_failure import FirstFailure
 from pipeline.utils import shared_files
 from slurm.agent.node_report import report_node
@@ -147,6 +150,32 @@ def test_damaged_files_cost_only_themselves(failed: FakeAttempt) -> None:
     assert "config.json: damaged" in readme
     assert "outcome.json: damaged" in readme
     assert "Verdict: out of memory" in readme
+
+
+def test_times_without_a_date_stop_no_archive(failed: FakeAttempt) -> None:
+    event = Event(name="draining", by="x", time=1e300, detail="odd")
+    shared_files.write_document(failed.paths.events / "9.json", event)
+    shared_files.write_document(failed.paths.status("actor.0"), Status(state="ready", pid=1, time=-1.7e308))
+    files = contents(write_postmortem(failed.paths))
+    assert "— draining: odd (x)" in files["events.txt"]
+    assert "actor.0: — ready" in files["README.txt"]
+
+
+def test_a_folder_without_a_job_in_its_name_has_no_output_of_agents(failed: FakeAttempt) -> None:
+    odd = replace(failed.paths, attempt=".nfs0001")
+    odd.root.mkdir()
+    assert not [name for name in contents(write_postmortem(odd)) if name.startswith("agents/")]
+
+
+def test_a_folder_that_is_no_attempt_is_not_the_newest_one(
+    failed: FakeAttempt, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in (".nfs0001", "odd", "\udcff-0"):
+        (failed.run.paths.attempts / name).mkdir()
+    failed.paths.log("\udcff", 0).write_text("a name that is no UTF-8")
+    assert attempt_names(failed.run.paths) == ["local1-0"]
+    assert main([f"run={failed.run.root}"]) == 0
+    assert str(failed.paths.postmortem) in capsys.readouterr().out
 
 
 def test_a_disk_that_takes_no_archive_gets_it_where_temporary_files_are(

@@ -23,6 +23,7 @@ from pipeline.observability.run_history import find_run, read_history
 from pipeline.observability.timeline import MAX_ROLES, bars, shown_roles, timeline, warm_ups
 from pipeline.roles.role_context import Status
 from pipeline.run.metrics_log import FileStep, MetricSinks
+from pipeline.run.run_documents import RunIdentity
 from pipeline.utils import shared_files
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
@@ -334,6 +335,30 @@ def test_names_in_a_chart_are_neither_markup_nor_formulas(run: FakeRun) -> None:
     for name in names:
         assert f">{escape(name, quote=False)}</text>" in text
     assert f'aria-label="Reward functions: {escape(names[0])} from' in text
+
+
+def test_odd_times_and_names_of_files_stop_neither_report_nor_trace(run: FakeRun, tmp_path: Path) -> None:
+    attempt = run.attempt("local1-0")
+    attempt.meet()
+    attempt.all_roles("starting", "ready")
+    roles = {role: transition.time for role, transition in histories.read_attempt(attempt.paths).states.items()}
+    for time in (1.7e308, -1.7e308):
+        run.now = time
+        attempt.role("actor.0", 0, "stopping")
+        attempt.tell("draining", "agent.0")
+    identity = shared_files.read_document(run.paths.run, RunIdentity)
+    shared_files.write_document(run.paths.run, msgspec.structs.replace(identity, created=1e300))
+    attempt.paths.logs.mkdir(exist_ok=True)
+    for name in ("\udcff.log", "a b?.log"):
+        (attempt.paths.logs / name).touch()
+    (run.paths.attempts / "\udcff-0").mkdir()
+    history = read_history(run.root)
+    assert {role: transition.time for role, transition in history.attempts[-1].states.items()} == roles
+    text = write_report(history).read_text()
+    links = Links(text).found
+    assert {"attempts/local1-0/logs/%FF.log", "attempts/local1-0/logs/a%20b%3F.log"} <= {*links}
+    assert trace_command.main([f"run={run.root}", f"trace={tmp_path}/out.json"]) == 0
+    assert json.loads((tmp_path / "out.json").read_text())["traceEvents"]
 
 
 def test_bars_last_from_one_state_to_the_next_and_the_open_one_to_the_end(run: FakeRun) -> None:
