@@ -35,6 +35,9 @@ and of each of the teacher's `top_k` likeliest tokens, id and log-probability (`
 _SAMPLE_BYTES = 512
 """Upper bound of a sample's bytes in addition to its tokens."""
 
+MAX_SERVER_SEED = (1 << 31) - 1
+"""Server i has the seed of the run plus i."""
+
 QUEUE_KEYS = tuple(
     key
     for key in ClusterConfig.model_fields
@@ -237,16 +240,10 @@ def _changed_keys_are_read(config: RunConfig) -> None:
         raise ConfigError(key, value, expected, f"set that or leave it out, or set {reader}")
 
 
-def _preferences_are_trained(config: RunConfig) -> None:
-    """Keys of preference training are unread in a run of SFT or RL."""
-    if config.has_preference or config.evaluation.only or config.serve.enabled or config.training.jobs:
-        return
-    for name in type(config.preference).model_fields:
-        key = f"preference.{name}"
-        value, default = value_of(config, key), default_of(key)
-        if value != default:
-            expected = f"its default ({default!r}) without preference training"
-            raise ConfigError(key, value, expected, "set that or leave it out, or set preference.epochs")
+def _servers_take_the_seed(config: RunConfig) -> None:
+    if config.has_servers and config.seed > MAX_SERVER_SEED:
+        expected = f"at most {MAX_SERVER_SEED} in a run with servers, which take 32 bits"
+        raise ConfigError("seed", config.seed, expected, "choose a smaller one")
 
 
 def _adapters_are_there(config: RunConfig) -> None:
@@ -347,7 +344,7 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     check_queue_keys,
     _hetjob_needs_aux_nodes,
     _changed_keys_are_read,
-    _preferences_are_trained,
+    _servers_take_the_seed,
     correction_has_old_logprobs,
     kl_has_a_gradient,
     teacher_is_used,

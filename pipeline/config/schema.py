@@ -36,7 +36,6 @@ from pipeline.config.value_types import (
     Positive,
     Rate,
     Section,
-    Seed,
     Texts,
 )
 
@@ -157,7 +156,7 @@ class RunConfig(Section):
         description="Name of the run and of its directory: letters, digits, `.`, `_`, `-`."
     )
     output: Path = Field(Path("runs"), description="Directory of the run directories, shared by all nodes.")
-    seed: Seed = Field(0, description="Seed of weights, data order and sampling.")
+    seed: NotNegative = Field(0, description="Seed of weights, data order and sampling.")
     resume: Literal["auto", "scratch"] = Field(
         "auto",
         description="`auto`: resume an existing run from its newest checkpoint; refused if that checkpoint is lost. "

@@ -4,8 +4,10 @@ Every pattern has a description in words for errors. This module knows no key.
 """
 
 import re
+from collections.abc import Mapping
 from ipaddress import IPv4Network
-from typing import Annotated, get_args
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -13,8 +15,6 @@ from pipeline.run.fault_plan import parse_faults
 
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
-Seed = Annotated[int, Field(ge=0, lt=1 << 31)]
-"""Server i is seeded with this and i, in 32 bits."""
 Seconds = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -109,10 +109,34 @@ class Section(FrozenModel):
     @classmethod
     def _refuse_converted(cls, value: object, info: ValidationInfo) -> object:
         """Refuse `true` for a number, which would be 1, and `1e5` for a text, which would be `100000.0`."""
-        annotation = cls.model_fields[info.field_name or ""].annotation
-        kinds = {*get_args(annotation), annotation}
-        if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:
-            raise ValueError(f"a number, not {str(value).lower()}")
-        if isinstance(value, float) and str in kinds and float not in kinds:
-            raise ValueError("a text; put a number with a dot or an exponent into quotes")
+        _refuse_converted(value, cls.model_fields[info.field_name or ""].annotation)
         return value
+
+
+def _refuse_converted(value: object, annotation: Any) -> None:
+    kinds = _members(annotation)
+    if isinstance(value, bool) and {int, float} & kinds and bool not in kinds:
+        raise ValueError(f"a number, not {str(value).lower()}")
+    if isinstance(value, float) and str in kinds and float not in kinds:
+        raise ValueError("a text; put a number with a dot or an exponent into quotes")
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    for kind in filter(None, map(_item_type, kinds)):
+        for item in items:
+            _refuse_converted(item, kind)
+
+
+def _item_type(annotation: Any) -> Any:
+    """The type of the items of `tuple[…, ...]` or a list, or of the values of a dict; None of any other type."""
+    inner = get_args(annotation)
+    if get_origin(annotation) is tuple:
+        return inner[0] if inner[-1] is Ellipsis else None
+    return inner[-1] if get_origin(annotation) in (list, dict) else None
+
+
+def _members(annotation: Any) -> set[Any]:
+    """The types of a union; of any other annotation itself, without its metadata."""
+    if get_origin(annotation) is Annotated:
+        return _members(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return {member for part in get_args(annotation) for member in _members(part)}
+    return {annotation}

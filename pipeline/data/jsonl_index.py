@@ -29,7 +29,9 @@ EVAL_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
 """Names of files, alone or before a `_`, whose rows are not meant for training."""
 PEEK_ROWS = 1000
 """Number of rows from which the column names are collected; a row may lack some."""
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_HIGH, _LOW = r"\\u[dD][89abAB][0-9a-fA-F]{2}", r"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_SURROGATE = re.compile(rf"{_HIGH}(?!{_LOW})|(?<!{_HIGH}){_LOW}")
+"""Half of a surrogate pair, as JSON escapes it; or the same letters behind another backslash."""
 
 
 class JsonRows:
@@ -108,8 +110,8 @@ class _List:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        text = path.read_bytes()
         try:
+            text = path.read_text("utf-8-sig")
             self._rows = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise RecordError(f"{path} is no JSON: {error}") from None
@@ -160,12 +162,13 @@ def _is_list(path: Path) -> bool:
 
 def _object(line: bytes, where: str) -> Mapping[str, Any]:
     try:
-        row = json.loads(line)
+        text = line.decode("utf-8-sig")
+        row = json.loads(text)
     except json.JSONDecodeError as error:
         raise RecordError(f"{where}: no JSON: {error.msg}, column {error.colno}") from None
     except (ValueError, RecursionError) as error:  # RecursionError: nested deeper than Python can read
         raise RecordError(f"{where}: no JSON: {error}") from None
-    return _checked(row, where, bool(_SURROGATE.search(line)))
+    return _checked(row, where, bool(_SURROGATE.search(text)))
 
 
 def _checked(row: Any, where: str, escapes: bool) -> Mapping[str, Any]:

@@ -140,8 +140,12 @@ def _saved(path: Path, source: SourceConfig) -> Any:
     if isinstance(saved, datasets.Dataset):
         saved = {str(saved.split or "train"): saved, "train": saved}
     lengths = {name: len(table) for name, table in saved.items()}
-    parts = datasets.ReadInstruction.from_spec(source.split).to_absolute(lengths)
-    tables = [saved[part.splitname].select(_numbers(part, lengths[part.splitname])) for part in parts]
+    try:
+        parts = datasets.ReadInstruction.from_spec(source.split).to_absolute(lengths)
+        tables = [saved[part.splitname].select(_numbers(part, lengths[part.splitname])) for part in parts]
+    except (ValueError, IndexError) as error:
+        expected = f"one of {', '.join(saved)}, or a slice such as train[:10%]"
+        raise ConfigError("split", source.split, expected, one_line(error)) from None
     return tables[0] if len(tables) == 1 else datasets.concatenate_datasets(tables)
 
 

@@ -25,7 +25,6 @@ from pipeline.data.chat_messages import Message
 from pipeline.errors import ConfigError
 
 _BEGIN, _END = "rollcall_generation_begins", "rollcall_generation_ends"
-_SPECIALS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _TURN_MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 """Noncharacters of Unicode, which no text contains: placeholders for both ends of a marked block during rendering."""
 
@@ -114,10 +113,11 @@ class ChatTemplate:
         """The named special tokens that templates write, as transformers passes them."""
         listed = "added_tokens_decoder" in self._settings  # the settings are complete: the older file is not read
         named = self._settings if listed else self._settings | self._older_settings
-        tokens = {name: named.get(name) for name in _SPECIALS}
+        tokens = {name: token for name, token in named.items() if name.endswith("_token")}
         for key in ("extra_special_tokens", "model_specific_special_tokens"):  # the first is a list in some files
             tokens |= extra if isinstance(extra := named.get(key), dict) else {}
-        return {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items() if token}
+        texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+        return {name: text for name, text in texts.items() if isinstance(text, str) and text}
 
     @cached_property
     def _compiled(self) -> Compiled:

@@ -32,7 +32,7 @@ from pipeline.errors import ConfigError
 KEY = "task.tasks"
 MAX_ROUND = 1000
 """Largest number of positions after which a mix has its weights exactly; weights that need more are rounded."""
-RESERVED = ("held_out", "masked", "mean", "rewards", "std", "tools", "truncated")
+RESERVED = ("held_out", "masked", "mean", "rewards", "std", "task", "tools", "truncated")
 """Labels that would give a task's metric the name of another metric."""
 
 

@@ -22,17 +22,14 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
-from pydantic import BaseModel, ConfigDict
-
+from pipeline.config.value_types import Section
 from pipeline.data.chat_messages import Message
 from pipeline.environments.episode import Episode, Turn
 from pipeline.environments.tool_call_syntax import ToolCallSyntax
 
 
-class TaskOptions(BaseModel):
+class TaskOptions(Section):
     """Base of a task's options: frozen, typed; unknown keys, infinity and NaN are errors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 @dataclass(frozen=True)

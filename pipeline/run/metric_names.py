@@ -6,7 +6,7 @@ the accuracy of an evaluation, or the step of a record. Pure, except for the war
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 log = logging.getLogger(__name__)
 
@@ -20,10 +20,12 @@ _EVALUATION = "accuracy completions failed loss pairs prompts samples seconds st
 """Names after `eval/`, where the metrics of samples are too."""
 NAMES = HEAD | {*_LOSS.split(), *_EVALUATION.split(), "version_min", "version_max"}
 _SPACES = """checkpoint completion_length concurrency critic eval experts goodput groups idle logprob oversample
-prefix_cache reward routing samples seconds speculation staleness start sync tokens"""
+prefix_cache preference reward routing samples seconds sft speculation staleness start sync tokens"""
 NAMESPACES = frozenset(_SPACES.split())
 """What stands before the slash in names such as `reward/mean`."""
 PASS_AT = "pass@"
+OF_PART = frozenset({"accuracy", "stderr", "prompts", "failed"})
+"""Names after the label of a task of a mix."""
 _warned = set[str]()
 
 
@@ -37,15 +39,23 @@ def is_run_metric(name: str) -> bool:
     return name in NAMES or name.startswith(PASS_AT) or bool(slash and namespace in NAMESPACES)
 
 
-def below_task(metrics: Mapping[str, float]) -> dict[str, float]:
+def below_task(metrics: Mapping[str, float], labels: Collection[str] = ()) -> dict[str, float]:
     """The metrics of samples, with a name of the run's own below `task/`. Warns once for each such name or namespace.
+
+    `labels` are those of a mix's tasks, whose accuracies are the run's own too.
 
     >>> below_task({"accuracy": 0.5, "moves": 3.0})
     {'task/accuracy': 0.5, 'moves': 3.0}
     """
-    for name in filter(is_run_metric, metrics):
+    own = [name for name in metrics if is_run_metric(name) or _is_of_part(name, labels)]
+    for name in own:
         known = name if name in NAMES else name.partition("/")[0]
         if known not in _warned:
             _warned.add(known)
             log.warning("the metric %s of samples is recorded as task/%s: the run has its own of that name", name, name)
-    return {f"task/{name}" if is_run_metric(name) else name: value for name, value in metrics.items()}
+    return {f"task/{name}" if name in own else name: value for name, value in metrics.items()}
+
+
+def _is_of_part(name: str, labels: Collection[str]) -> bool:
+    label, _, rest = name.rpartition("/")
+    return label in labels and rest in OF_PART

@@ -11,13 +11,13 @@ from typing import ClassVar, Literal
 
 from pipeline.config import RunConfig, closest_match
 from pipeline.errors import ConfigError
+from pipeline.run.metric_names import HEAD
 from pipeline.run.metrics_log import MetricRecord
 from pipeline.run.paths import RunPaths
 from pipeline.tracking import trackers
 from pipeline.utils.optional_extras import pip_install
 
 Mode = Literal["online", "offline"]
-_HEAD = ("kind", "job", "step", "time", "written")
 
 
 class Tracker(ABC):
@@ -87,7 +87,7 @@ class Tracker(ABC):
 def metrics_of(row: MetricRecord) -> dict[str, float]:
     """The numbers of a row, for a service that gets the step separately. Rows of SFT have names below `sft/`; those of
     preference training likewise."""
-    numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name not in _HEAD}
+    numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name not in HEAD}
     return {f"{_prefix(row)}{name}": value for name, value in numbers.items()}
 
 

@@ -17,11 +17,13 @@ def syntax_error(text: str, reason: str) -> ConfigError:
     key, equals, value = text.partition("=")
     if not equals or value.endswith(","):
         return ConfigError(text, text, "key=value", reason)
-    if value[:1] in tuple("[{'\""):
+    if value[:1] in tuple("[{'\"") or "${" in value or re.match(r"\w+\(", value):
         hint = f"close its brackets and quotes, and quote texts in it that have other signs than letters ({reason})"
+    elif not re.fullmatch(r"[+~]{0,2}[\w/@:-]+(\.[\w/@:-]+)*", key) or re.search(r"\.-", key):
+        return ConfigError(key, value, "a key in Hydra's syntax", reason)
     else:
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        hint = "quote it: " + shlex.quote(f'{key}="{escaped}"')
+        hint = "quote it: " + shlex.quote(f'{key}="{escaped}"') + f" ({reason})"
     return ConfigError(key, value, "a value in Hydra's syntax", hint)
 
 

@@ -21,6 +21,7 @@ from jinja2 import TemplateError
 from pipeline.checkpoints.run_progress import has_begun
 from pipeline.config import RewardConfig, RunConfig, TaskConfig
 from pipeline.config.dtype_checks import has_unstable_gradients
+from pipeline.config.key_relevance import default_of, value_of
 from pipeline.config.model_directory import (
     is_built_in,
     longest_sequence,
@@ -61,7 +62,7 @@ def warnings_of(config: RunConfig) -> list[str]:
     """The warnings about a run, one line each."""
     checks = (
         *(_changed_code, _tiny_settings, _unstable_dtype, _templates_without_tools),
-        *(_absent_commands, _services, _cpu_overload, _idle_curriculum),
+        *(_absent_commands, _services, _cpu_overload, _idle_curriculum, _unread_preference),
     )
     of_engine = find_engine(config.inference.engine).warnings(config) if config.has_servers else ()
     return [*(line for check in checks for line in check(config)), *of_engine]
@@ -97,6 +98,16 @@ def _idle_curriculum(config: RunConfig) -> Iterator[str]:
             f"{positions / min(sizes):.2g} epochs of the prompts; train more steps, or fewer prompts, such as by "
             "task.options.size"
         )
+
+
+def _unread_preference(config: RunConfig) -> Iterator[str]:
+    """Warn about changed keys of preference training in a run that has none."""
+    if config.has_preference or config.evaluation.only or config.serve.enabled or config.training.jobs:
+        return
+    keys = (f"preference.{name}" for name in type(config.preference).model_fields)
+    changed = [f"{key}={value_of(config, key)}" for key in keys if value_of(config, key) != default_of(key)]
+    if changed:
+        yield f"{', '.join(changed)} has no effect without preference training: set preference.epochs and data.path"
 
 
 def _unstable_dtype(config: RunConfig) -> Iterator[str]:

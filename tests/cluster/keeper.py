@@ -9,6 +9,7 @@ the project.
 
 import ctypes
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 CRASHES = (-signal.SIGABRT, -signal.SIGBUS, -signal.SIGSEGV)
-MOST_CRASHES = 3
+MAX_CRASHES = 3
 
 
 def descendants(root: int) -> list[int]:
@@ -52,8 +53,9 @@ def main() -> int:
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != int(parent):
         return 1
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crashed daemon leaves no file in the working directory
     daemon, crashes = _start(command), 0
-    while (code := _reap(daemon)) in CRASHES and crashes < MOST_CRASHES:
+    while (code := _reap(daemon)) in CRASHES and crashes < MAX_CRASHES:
         print(f"keeper: {command[0]} crashed ({signal.Signals(-code).name}) and is started again", flush=True)
         daemon, crashes = _start(command), crashes + 1
     _reap()

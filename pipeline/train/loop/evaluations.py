@@ -165,7 +165,7 @@ def metrics_of(result: EvalResult) -> dict[str, float]:
     set: `eval/<label>/accuracy`, `eval/<set>/<label>/accuracy`.
     """
     measured = {"eval/accuracy": result.accuracy, "eval/stderr": result.error}
-    metrics = {f"eval/{name}": value for name, value in below_task(result.metrics).items()}
+    metrics = {f"eval/{name}": value for name, value in below_task(result.metrics, result.parts).items()}
     metrics |= {name: value for name, value in measured.items() if value is not None} | {
         "eval/prompts": float(result.prompts),
         "eval/failed": float(result.failed),

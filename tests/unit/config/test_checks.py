@@ -84,7 +84,6 @@ def test_sft_alone_is_held_to_no_rule_of_what_is_sampled(overrides: list[str]) -
         (["training.steps=0", "training.sft.steps=0"], "training.steps=0: expected 1 or more if training"),
         (["experiment=sft"], "data.path='': expected a dataset, whose rows the epochs count (1 training.sft.ep"),
         (["data.path=x", "training.sft.steps=0"], "data.path='x': expected nothing without SFT or preference training"),
-        (["preference.loss=simpo"], "preference.loss='simpo': expected its default ('sigmoid') without preference"),
         ([*SFT, "data.path=x", "training.sft.epochs=2"], "epochs=2.0: expected 0 with 5 steps; set one of them"),
         ([*SFT, "data.eval_rows=5"], "data.eval_rows=5: expected nothing without data.path; set that too"),
         ([*SFT, "cluster=slurm", "resources.hetjob=true"], "expected one with training.steps=0: the trainer is the"),

@@ -101,6 +101,14 @@ def test_tool_calls_have_objects_as_arguments_and_no_keys_of_other_rows(tmp_path
     assert rows[0].conversation.messages[1]["content"] == ""
 
 
+def test_a_byte_that_is_no_utf_8_is_named_also_half_of_a_surrogate_pair(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    good = json.dumps({"messages": [ASKED, SAID]}).encode()
+    path.write_bytes(good + b"\n" + good.replace(b"1+1", b"\xed\xa0\xbd"))
+    with pytest.raises(RowError, match=r"row 1: rows\.jsonl, line 2: no JSON: 'utf-8' codec can't decode byte 0xed"):
+        Examples.open(SourceConfig(path=str(path)))[1]
+
+
 def test_null_is_a_value_of_arguments_and_schemas_unless_a_column_added_it(tmp_path: Path) -> None:
     import datasets
 

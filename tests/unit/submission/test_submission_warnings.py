@@ -13,6 +13,7 @@ from pipeline.errors import ConfigError
 from slurm.submission import submission_checks, submit_run
 from slurm.submission.submission_warnings import (
     _idle_curriculum,
+    _unread_preference,
     _tiny_settings,
     _unstable_dtype,
     check_agents,
@@ -245,3 +246,19 @@ def test_a_curriculum_whose_prompts_never_come_again_is_warned_of(size: int, is_
 def test_the_smallest_task_of_a_mix_counts_by_its_share(size: int, is_warned: bool) -> None:
     keys = [f"task.tasks.0.options.size={size}", "rollout.curriculum.weight=0.2"]  # half of 3200 groups
     assert bool([*_idle_curriculum(compose_cached(["experiment=mix", *keys]))]) == is_warned
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (
+            ["preference.loss=simpo"],
+            ["preference.loss=simpo has no effect without preference training: set preference"],
+        ),
+        (["experiment=dpo", "data.path=x", "preference.loss=simpo"], []),
+        ([], []),
+    ],
+)
+def test_changed_keys_of_preference_training_that_nothing_reads_are_warned_of(keys: list[str], said: list[str]) -> None:
+    lines = [*_unread_preference(compose_cached(keys))]
+    assert [line[: len(text)] for line, text in zip(lines, said, strict=True)] == said
