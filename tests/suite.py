@@ -20,7 +20,7 @@ from tests.workers import WORKERS
 
 MAX_FILES_TRIED_AGAIN = 5
 SUITE_SECONDS, AGAIN_SECONDS = 4800, 660
-"""Deadlines of a run of all tests and of what failed in one file: pytest itself can hang, as when a worker dies."""
+"""Deadlines of a run of all tests and of one test: pytest itself can hang, as when one of its workers dies."""
 SUITE = ("-m", "not trial and not gpu", "-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorder")
 SUITE += ("-p", "tests.workers")
 REPORTS = ("-p", "tests.times", "--failures")
@@ -59,10 +59,10 @@ def main(arguments: Sequence[str], suite: Sequence[str] = SUITE) -> int:
     for entries in files.values():
         tests = [entry["test"] for entry in entries]
         print("\nonce more, alone:", *tests, sep="\n  ", flush=True)
-        again = _pytest([*tests, "-rA", "-n", "0"], captured=True, seconds=AGAIN_SECONDS)
+        again = _pytest([*tests, "-rA", "-n", "0"], captured=True, seconds=min(len(tests), 3) * AGAIN_SECONDS)
         if again.returncode:
             print(again.stdout)
-            return _end("failed twice", tests)
+            return _end("failed twice, one of", tests)
         flakes += [Flake(entry["test"], entry["output"], again.stdout) for entry in entries]
     _tell(flakes)
     return 0

@@ -101,7 +101,7 @@ def test_tests_of_one_file_that_failed_together_are_tried_again_together(tmp_pat
     assert "8 flaky" in ended.stdout
 
 
-@pytest.mark.parametrize(("files", "reason"), [(1, "failed twice"), (6, "since tests of more than 5 files failed")])
+@pytest.mark.parametrize(("files", "reason"), [(1, "failed twice, one of"), (6, "since tests of more than 5 files")])
 def test_what_fails_twice_or_in_many_files_fails_the_suite(tmp_path: Path, files: int, reason: str) -> None:
     for number in range(1, files):
         (tmp_path / f"test_{number}.py").write_text(ALWAYS_FAILS)

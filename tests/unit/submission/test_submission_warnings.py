@@ -13,8 +13,8 @@ from pipeline.errors import ConfigError
 from slurm.submission import submission_checks, submit_run
 from slurm.submission.submission_warnings import (
     _idle_curriculum,
-    _unread_preference,
     _tiny_settings,
+    _unread_preference,
     _unstable_dtype,
     check_agents,
     warnings_of,
@@ -252,11 +252,11 @@ def test_the_smallest_task_of_a_mix_counts_by_its_share(size: int, is_warned: bo
     ("keys", "said"),
     [
         (
-            ["preference.loss=simpo"],
-            ["preference.loss=simpo has no effect without preference training: set preference"],
+            ["experiment=demo", "preference.loss=simpo"],
+            ["preference.loss=simpo has no effect without preference train"],
         ),
         (["experiment=dpo", "data.path=x", "preference.loss=simpo"], []),
-        ([], []),
+        (["experiment=demo"], []),
     ],
 )
 def test_changed_keys_of_preference_training_that_nothing_reads_are_warned_of(keys: list[str], said: list[str]) -> None:
