@@ -25,7 +25,6 @@ from tests.integration.tinker_client import (
     make_data,
     requests_done,
 )
-from tests.integration.tinker_flood import SAMPLES
 from tests.integration.tinker_server import TinkerServer, serving_samples
 from tests.integration.tinker_truth import Truth
 from tests.patience import WAIT_SECONDS
