@@ -27,6 +27,7 @@ from pipeline.rollout.teacher_client import References, Teacher
 from pipeline.rollout.time_fractions import TimeFraction
 from pipeline.rollout.training_rewards import group_advantages
 from pipeline.transport import Entry, Reader, Streams, connect
+from pipeline.transport.rejections import lost_group
 from pipeline.transport.sample_records import FILTERED, MALFORMED, Group, PreparedGroup
 from pipeline.utils import heartbeat
 
@@ -38,6 +39,8 @@ REPORT_SECONDS = 1.0
 CONNECT_FRACTION = 0.9
 """Fraction of `cluster.startup_seconds` for which a teacher is awaited. It is below 1, so that the error names the
 teacher before the role's startup deadline passes."""
+GroupReader = Reader[Group | PreparedGroup]
+"""Delivers a group that cannot be decoded as the malformed one that the trainer gets."""
 
 
 def launch(context: RoleContext) -> RoleCommand:
@@ -100,7 +103,7 @@ class Preprocessor:
 
     def run(self, should_stop: Callable[[], bool]) -> None:
         """Prepare groups until `should_stop()`; raises the errors of `Teacher.meet`."""
-        reader = self._streams.reader("groups", Group, "preprocessor")
+        reader: GroupReader = self._streams.reader("groups", Group, "preprocessor", lost_group)
 
         def stopped() -> bool:
             heartbeat.beat()
@@ -112,12 +115,14 @@ class Preprocessor:
             self._report_counts()
             with self._starved:
                 entries = reader.read(READ_LIMIT, READ_SECONDS)
-            self._pass_on_lost(reader, stopped)
             if entries:
                 self._pass_on(reader, entries, stopped)
 
-    def _pass_on(self, reader: Reader[Group], entries: list[Entry[Group]], should_stop: Callable[[], bool]) -> None:
-        prepared = [prepare_group(entry.record, self._config) for entry in entries]
+    def _pass_on(
+        self, reader: GroupReader, entries: list[Entry[Group | PreparedGroup]], should_stop: Callable[[], bool]
+    ) -> None:
+        groups = [entry.record for entry in entries]
+        prepared = [prepare_group(group, self._config) if isinstance(group, Group) else group for group in groups]
         # A stop leaves the entries unacknowledged: they are delivered again.
         if self._teacher is not None and not self._ask(self._teacher, prepared, should_stop):
             return
@@ -128,15 +133,6 @@ class Preprocessor:
             self._outcomes.update(group.outcome.partition(":")[0] for group in prepared)
             for group in prepared:
                 self._keep(group)
-
-    def _pass_on_lost(self, reader: Reader[Group], should_stop: Callable[[], bool]) -> None:
-        """Publish groups that could not be decoded as malformed: the trainer has their positions sampled again."""
-        lost = [
-            PreparedGroup(group=Group(position=one.position, prompt=one.prompt), outcome=f"{MALFORMED}: {one.reason}")
-            for one in reader.rejections.take()
-        ]
-        if lost and self._streams.publish_many("prepared", lost, should_stop=should_stop):
-            self._outcomes[MALFORMED] += len(lost)
 
     def _ask(self, teacher: Teacher, prepared: list[PreparedGroup], should_stop: Callable[[], bool]) -> bool:
         """Attach the teacher's log-probabilities to the groups to train; False when the role must stop."""

@@ -28,7 +28,7 @@ from msgspec import structs
 from pipeline.errors import DeadlineError, RecordError, StreamError
 from pipeline.run.paths import AttemptPaths, RunPaths
 from pipeline.transport import topic_cursors, topic_segments
-from pipeline.transport.record_wire import R, decode_record
+from pipeline.transport.record_wire import R, Substitute, decode_or_substitute, no_substitute
 from pipeline.transport.rejections import Rejected, Rejections
 from pipeline.transport.streams import (
     FIRST_PAUSE,
@@ -79,9 +79,11 @@ class FileStreams(Streams):
             reader.acknowledge(ids)
         return len(fitting)
 
-    def reader(self, topic: str, kind: type[R], name: str) -> "FileReader[R]":
+    def reader(
+        self, topic: str, kind: type[R], name: str, substitute: Substitute[R] = no_substitute
+    ) -> "FileReader[R]":
         with translated(topic):
-            return FileReader(self._folder(topic), topic, kind, name)
+            return FileReader(self._folder(topic), topic, kind, name, substitute)
 
     def scan(self, topic: str, kind: type[R]) -> Iterator[Entry[R]]:
         with translated(topic):
@@ -176,9 +178,9 @@ class FileStreams(Streams):
 class FileReader(Reader[R], Generic[R]):
     """The reader of one topic; made by `FileStreams.reader`."""
 
-    def __init__(self, folder: Path, topic: str, kind: type[R], name: str) -> None:
-        self.topic, self.rejections = topic, Rejections(topic)
-        self._folder, self._kind = folder, kind
+    def __init__(self, folder: Path, topic: str, kind: type[R], name: str, substitute: Substitute[R]) -> None:
+        self.topic, self._rejections = topic, Rejections(topic)
+        self._folder, self._kind, self._substitute = folder, kind, substitute
         self._file = CursorFile(folder, name)
         self._at = self._low_watermark = self._file.cursor.low_watermark
         self._acknowledged = set(self._file.cursor.acked_out_of_order)
@@ -217,9 +219,9 @@ class FileReader(Reader[R], Generic[R]):
         if frame.start in self._acknowledged:
             return []
         try:
-            return [_entry(frame, self._kind)]
+            return [_entry(frame, self._kind, self._substitute)]
         except RecordError as error:
-            rejected = structs.replace(self.rejections.note(frame.data, str(error)), id=_id(frame))
+            rejected = structs.replace(self._rejections.note(frame.data, str(error)), id=_id(frame))
             path = self._folder / "rejected" / f"{rejected.id}.json"
             _patiently(self.topic, lambda: shared_files.write_document(path, rejected))
             self._acknowledged.add(frame.start)
@@ -284,5 +286,5 @@ def _position(id: str) -> SegmentPosition:
     return SegmentPosition(segment, offset)
 
 
-def _entry(frame: Frame, kind: type[R]) -> Entry[R]:
-    return Entry(_id(frame), decode_record(frame.data, kind), len(frame.data))
+def _entry(frame: Frame, kind: type[R], substitute: Substitute[R] = no_substitute) -> Entry[R]:
+    return Entry(_id(frame), decode_or_substitute(frame.data, kind, substitute), len(frame.data))

@@ -6,6 +6,7 @@ others, even with a single flipped bit. Must not know whether the values make se
 
 import struct
 import zlib
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -17,6 +18,8 @@ from pipeline.transport.sample_records import WIRE_VERSION, Group, PreparedGroup
 AnyRecord = Sample | Group | PreparedGroup | Reissue | EvalRequest | EvalResult
 R = TypeVar("R", bound=Record)
 F = TypeVar("F", bound=msgspec.Struct)
+Substitute = Callable[[bytes, str], R | None]
+"""Called with bytes that are no record of a kind, and the reason: the record in place of them, or None without one."""
 
 _CHECKSUM = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
@@ -43,6 +46,20 @@ def decode_record(data: bytes, kind: type[R]) -> R:
     if record.version != WIRE_VERSION:
         raise RecordError(f"{kind.__name__} record of version {record.version}; this code reads version {WIRE_VERSION}")
     return record
+
+
+def no_substitute(data: bytes, reason: str) -> None:
+    """The `Substitute` of those who want records of their kind only."""
+
+
+def decode_or_substitute(data: bytes, kind: type[R], substitute: Substitute[R]) -> R:
+    """The record in `data`, or the `substitute` in place of it; `RecordError` without either."""
+    try:
+        return decode_record(data, kind)
+    except RecordError as error:
+        if (record := substitute(data, str(error))) is None:
+            raise
+        return record
 
 
 def decode_fields(data: bytes, fields: type[F]) -> F | None:

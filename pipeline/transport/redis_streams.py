@@ -27,7 +27,7 @@ from redis.retry import Retry
 
 from pipeline.errors import ImpostorError, RecordError, StreamError, one_line
 from pipeline.transport import redis_scripts as scripts
-from pipeline.transport.record_wire import R, decode_record
+from pipeline.transport.record_wire import R, Substitute, decode_or_substitute, no_substitute
 from pipeline.transport.rejections import Rejected, Rejections
 from pipeline.transport.streams import Acknowledging, Depth, Entry, Reader, Streams
 from pipeline.utils import heartbeat
@@ -115,8 +115,10 @@ class RedisStreams(Streams):
             arguments = [self._budget, self._step, opening, len(acknowledged), *acknowledged, *payloads]
             return int((reader or self).run(scripts.PUBLISH, keys, arguments))
 
-    def reader(self, topic: str, kind: type[R], name: str) -> "RedisReader[R]":
-        return RedisReader(self, topic, kind, name)
+    def reader(
+        self, topic: str, kind: type[R], name: str, substitute: Substitute[R] = no_substitute
+    ) -> "RedisReader[R]":
+        return RedisReader(self, topic, kind, name, substitute)
 
     def scan(self, topic: str, kind: type[R]) -> Iterator[Entry[R]]:
         for id, fields in self._range(_keys(topic)[0]):
@@ -258,10 +260,10 @@ class RedisStreams(Streams):
 class RedisReader(Reader[R], Generic[R]):
     """The reader of one topic; made by `RedisStreams.reader`."""
 
-    def __init__(self, streams: RedisStreams, topic: str, kind: type[R], name: str) -> None:
+    def __init__(self, streams: RedisStreams, topic: str, kind: type[R], name: str, substitute: Substitute[R]) -> None:
         """Take the topic over; `StreamError` when its reader has another name."""
-        self.topic, self.opening, self.rejections = topic, "", Rejections(topic)
-        self._streams, self._kind, self._name = streams, kind, name
+        self.topic, self.opening, self._rejections = topic, "", Rejections(topic)
+        self._streams, self._kind, self._name, self._substitute = streams, kind, name, substitute
         self._stream, self._meta = _keys(topic)
         self._refused = ""
         self._begin()
@@ -313,7 +315,7 @@ class RedisReader(Reader[R], Generic[R]):
         entries = []
         for id, fields in raw:
             try:
-                entries.append(_entry(id, fields, self._kind))
+                entries.append(_entry(id, fields, self._kind, self._substitute))
             except RecordError as error:
                 self._reject(id, fields, str(error))
         last, fields = raw[-1]
@@ -324,7 +326,7 @@ class RedisReader(Reader[R], Generic[R]):
 
     def _reject(self, id: bytes, fields: dict[bytes, bytes], reason: str) -> None:
         data = fields.get(b"d", b"")
-        rejected = self.rejections.note(data, reason)
+        rejected = self._rejections.note(data, reason)
         keys = [self._stream, self._meta, _rejected(self.topic)]
         self.run(scripts.REJECT, keys, [self.opening, id, len(data), reason, rejected.data])
 
@@ -347,9 +349,9 @@ def _rejected(topic: str) -> str:
     return f"rollcall:{topic}:rejected"
 
 
-def _entry(id: bytes, fields: dict[bytes, bytes], kind: type[R]) -> Entry[R]:
+def _entry(id: bytes, fields: dict[bytes, bytes], kind: type[R], substitute: Substitute[R] = no_substitute) -> Entry[R]:
     data = fields.get(b"d", b"")
-    return Entry(f"{id.decode()}/{len(data)}", decode_record(data, kind), len(data))
+    return Entry(f"{id.decode()}/{len(data)}", decode_or_substitute(data, kind, substitute), len(data))
 
 
 def _split(id: str) -> tuple[str, str]:

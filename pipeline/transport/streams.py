@@ -15,8 +15,8 @@ from typing import Any, Generic, Self, TypeVar
 import msgspec
 
 from pipeline.errors import StreamError
-from pipeline.transport.record_wire import R, encode_record
-from pipeline.transport.rejections import Rejected, Rejections
+from pipeline.transport.record_wire import R, Substitute, encode_record, no_substitute
+from pipeline.transport.rejections import Rejected
 from pipeline.transport.sample_records import Record
 from pipeline.utils.waiting import wait_for
 
@@ -66,15 +66,14 @@ class Reader(ABC, Generic[R]):
     """
 
     topic: str
-    rejections: Rejections
 
     @abstractmethod
     def read(self, limit: int, seconds: float) -> list[Entry[R]]:
         """The next 1 … `limit` entries in their order; empty when none came within `seconds` (0: does not wait).
 
         The first calls after opening return the entries that an earlier reader of the topic did not acknowledge. An
-        entry that is no record of the reader's kind is rejected with a reason, see `Streams.rejected`, and never
-        delivered; `rejections` has the group that is lost with it.
+        entry that is no record of the reader's kind, and has no substitute, is rejected with a reason, see
+        `Streams.rejected`, and never delivered.
         """
 
     @abstractmethod
@@ -157,8 +156,12 @@ class Streams(ABC):
         """
 
     @abstractmethod
-    def reader(self, topic: str, kind: type[R], name: str) -> Reader[R]:
-        """Open the topic's reader. `name` must be the same every time; another one raises `StreamError`."""
+    def reader(self, topic: str, kind: type[R], name: str, substitute: Substitute[R] = no_substitute) -> Reader[R]:
+        """Open the topic's reader. `name` must be the same every time; another one raises `StreamError`.
+
+        An entry that is no record of `kind` is delivered as its `substitute`, if it has one, and is acknowledged like
+        any other.
+        """
 
     @abstractmethod
     def scan(self, topic: str, kind: type[R]) -> Iterator[Entry[R]]:

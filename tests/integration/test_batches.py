@@ -16,7 +16,7 @@ from msgspec import structs
 from pipeline.config import RunConfig, TeacherConfig
 from pipeline.errors import DeadlineError, StreamError
 from pipeline.roles.role_context import Status
-from pipeline.run.paths import AttemptPaths
+from pipeline.run.paths import AttemptPaths, RunPaths
 from pipeline.train.loop.actor_watch import ActorReport, ActorWatch
 from pipeline.train.loop.group_batches import GroupBatches, Interrupted
 from pipeline.train.loop.rl import rows_of
@@ -472,12 +472,49 @@ def test_a_group_that_cannot_be_decoded_is_issued_again_and_fails_after_three_ti
     assert batches.ledger.is_done(5)
 
 
+@pytest.mark.parametrize("odd", [undecodable, lambda position: prepared(position, token=VOCABULARY)])
+def test_a_malformed_group_comes_again_after_a_crash_however_it_is_malformed(
+    streams: Streams, odd: Callable[[int], PreparedGroup]
+) -> None:
+    streams.publish_many(TOPIC, [odd(5), odd(5), odd(5), prepared(0), prepared(1)])
+    before = batches_of(streams)
+    before.next(0)
+    assert before.ledger.is_done(5)
+    again = batches_of(streams)
+    assert positions(again.next(0)) == [0, 1]
+    assert again.ledger.is_done(5)
+    again.acknowledge(again.begin_checkpoint())
+    assert left(streams) == [0, 1]
+    assert streams.depth(TOPIC).entries == 2
+
+
+def test_each_of_many_groups_that_cannot_be_decoded_is_issued_again(streams: Streams) -> None:
+    odd = range(100, 1200)
+    streams.publish_many(TOPIC, [*map(undecodable, odd), *map(prepared, range(100))])
+    batches_of(streams, prompts_per_step=100).next(0)
+    assert [entry.record.position for entry in streams.scan("reissue", Reissue)] == list(odd)
+
+
 def test_entries_that_were_rejected_are_named_where_a_batch_is_missed(streams: Streams) -> None:
     streams.try_append("groups", [b"no group"], None)
     assert streams.reader("groups", Group, "preprocessor").read(1, 0) == []
     streams.publish_many(TOPIC, [undecodable(1), undecodable(2)])
+    streams.try_append(TOPIC, [b"no", b"none"], None)
     missed = "set aside meanwhile: 2 malformed; 1 entries of 'groups' rejected, the last: 8 bytes are no Group record"
-    with pytest.raises(DeadlineError, match=f"{missed}.*; 2 entries of 'prepared' rejected, the last: .*`float`"):
+    with pytest.raises(DeadlineError, match=f"{missed}.*; 2 entries of 'prepared' rejected, the last: 4 bytes"):
+        batches_of(streams, data_seconds=0.2).next(0)
+
+
+def test_a_missed_batch_is_named_although_the_streams_cannot_tell_what_was_rejected(
+    streams: Streams, tmp_path: Path
+) -> None:
+    odd = RunPaths(tmp_path).streams / "groups" / "rejected" / "no-id.json"
+    odd.parent.mkdir(parents=True)
+    odd.touch()
+    with pytest.raises(StreamError):
+        streams.rejected("groups")
+    streams.try_append(TOPIC, [b"none"], None)
+    with pytest.raises(DeadlineError, match="nothing; 1 entries of 'prepared' rejected"):
         batches_of(streams, data_seconds=0.2).next(0)
 
 

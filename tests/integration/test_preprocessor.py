@@ -12,7 +12,7 @@ from msgspec import structs
 from pipeline.config import RunConfig
 from pipeline.roles.preprocessor import attach_references, prepare_group
 from pipeline.rollout.teacher_client import RowScores
-from pipeline.transport import Streams
+from pipeline.transport import Depth, Streams
 from pipeline.transport.sample_records import Group, PreparedGroup, Sample
 from pipeline.transport.top_tokens import TopTokens
 from pipeline.utils.waiting import wait_for
@@ -31,6 +31,7 @@ def a_config(advantage: str = "group", teacher: str = "", **training: Any) -> Ru
         teacher={"url": teacher, "model": "wise" if teacher else ""},
         training={"steps": 1, "prompts_per_step": 1, **training},
         rollout={"group_size": 4, "min_samples": 2},
+        streams={"budget_bytes": 1 << 22},
     )
 
 
@@ -163,7 +164,23 @@ def test_a_group_that_cannot_be_decoded_is_passed_on_as_malformed(attempt: Attem
     assert malformed.group == Group(position=5, prompt=2)
     assert "Expected `float`, got `bool`" in malformed.outcome
     assert malformed.outcome.startswith("malformed: ")
-    assert streams.depth("groups").rejected == 1
+    assert streams.depth("groups") == Depth(entries=0, bytes=0, unread_bytes=0, rejected=0)
+
+
+def test_a_preprocessor_that_is_killed_before_it_passes_on_a_group_that_cannot_be_decoded_gets_it_again(
+    attempt: Attempt, streams: Streams
+) -> None:
+    full = PreparedGroup(group=Group(position=0, prompt=0), outcome="x" * (streams.budget - 200))
+    streams.publish("prepared", full)
+    streams.publish("groups", Group(position=5, prompt=2, failures=(5,)))  # type: ignore[arg-type]
+    first = attempt.start("preprocessor")
+    wait_for("the group to be read", lambda: streams.depth("groups").unread_bytes == 0, WAIT_SECONDS)
+    first.kill()
+    assert prepared_positions(streams) == [0]
+    reader = streams.reader("prepared", PreparedGroup, "trainer")
+    reader.acknowledge([entry.id for entry in reader.read(1, WAIT_SECONDS)])
+    attempt.start("preprocessor")
+    assert wait_for_positions(streams, 1) == [5]
 
 
 def test_groups_that_can_be_trained_go_on_with_what_a_teacher_says_of_them(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ Must not know models or ranks.
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from msgspec import structs
@@ -20,6 +21,7 @@ from pipeline.rollout.training_rewards import group_advantages
 from pipeline.train.loop.actor_watch import ActorWatch
 from pipeline.transport import Entry, Streams
 from pipeline.transport.ledger import TRAINED, BatchEntry, Ledger
+from pipeline.transport.rejections import lost_group
 from pipeline.transport.sample_records import FILTERED, MALFORMED, Group, PreparedGroup, Reissue, solved_fraction
 from pipeline.transport.shared_state import SharedState
 from pipeline.transport.staleness import is_refused
@@ -69,7 +71,7 @@ class GroupBatches:
     actor: ActorWatch = field(default_factory=ActorWatch)
 
     def __post_init__(self) -> None:
-        self._reader = self.streams.reader("prepared", PreparedGroup, "trainer")
+        self._reader = self.streams.reader("prepared", PreparedGroup, "trainer", lost_group)
         self._routing = routing_shape(self.config)
         self._pending: dict[int, Entry[PreparedGroup]] = {}
         self._covered: list[str] = []
@@ -101,13 +103,16 @@ class GroupBatches:
         return [entry.record for entry in self._pending.values()]
 
     def _rejected(self) -> str:
-        """The entries that were no records of their reader's kind, since the run began; empty without any."""
+        """The entries that were rejected since the run began; empty without any.
+
+        Without those that the streams cannot tell: the text belongs to an error, which it must not replace.
+        """
         texts = []
         for topic in TOPICS:
-            if reasons := [rejected.reason for rejected in self.streams.rejected(topic)]:
-                texts.append(
-                    f"; {self.streams.depth(topic).rejected} entries of {topic!r} rejected, the last: {reasons[-1]}"
-                )
+            with suppress(StreamError):
+                if rejected := self.streams.rejected(topic):
+                    count = self.streams.depth(topic).rejected
+                    texts.append(f"; {count} entries of {topic!r} rejected, the last: {rejected[-1].reason}")
         return "".join(texts)
 
     def _stalled_seconds(self, size: int) -> float:
@@ -124,9 +129,6 @@ class GroupBatches:
             # Never more than the batch lacks: a group that waits here for a later step would age unseen.
             for entry in self._reader.read(size - len(self._pending), READ_SECONDS):
                 self._take(entry, version)
-            for lost in self._reader.rejections.take():
-                if not (self.ledger.is_done(lost.position) or lost.position in self._pending):
-                    self._refuse(Group(position=lost.position, prompt=lost.prompt), lost.reason, version)
             # Discarded groups are done too. Without this the actor's gate would count them as outstanding and close.
             self.publish_progress(version)
         except StreamError:

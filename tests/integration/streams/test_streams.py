@@ -7,11 +7,11 @@ import pytest
 
 from pipeline.errors import StreamError
 from pipeline.roles.role_context import RoleContext
-from pipeline.transport import Depth, Streams
+from pipeline.transport import Depth, Reader, Streams
 from pipeline.transport.eval_records import EvalRequest
 from pipeline.transport.record_wire import encode_record
-from pipeline.transport.rejections import REJECTED_BYTES
-from pipeline.transport.sample_records import Group, Reissue
+from pipeline.transport.rejections import REJECTED_BYTES, lost_group
+from pipeline.transport.sample_records import Group, PreparedGroup, Reissue
 from tests.support.streams import BUDGET, Open, big, collect, positions, reader_of, size, small
 
 pytestmark = pytest.mark.integration
@@ -150,13 +150,24 @@ def test_an_entry_of_another_kind_is_set_aside_with_its_reason_and_the_rest_goes
     assert len(streams.rejected("reissue")) == 1
 
 
-def test_a_reader_names_the_group_of_an_entry_that_it_cannot_decode(streams: Streams) -> None:
+def test_an_entry_with_a_substitute_is_delivered_as_it_until_it_is_acknowledged(
+    streams: Streams, another: Open
+) -> None:
     odd = Group(position=7, prompt=3, failures=(5,))  # type: ignore[arg-type]
-    streams.publish_many("groups", [odd, Group(position=8, prompt=4)])
-    reader = streams.reader("groups", Group, "preprocessor")
-    assert [entry.record.position for entry in reader.read(9, 5)] == [8]
-    (lost,) = reader.rejections.take()
-    assert (lost.position, lost.prompt, lost.reason) == (7, 3, streams.rejected("groups")[0].reason)
+    good = Group(position=8, prompt=4)
+    streams.publish_many("groups", [odd, good, EvalRequest(id="e", policy_version=3)])
+    again: Reader[Group | PreparedGroup]
+    for opened in (streams, another()):
+        again = opened.reader("groups", Group, "preprocessor", lost_group)
+        lost, kept = again.read(9, 5)
+        assert isinstance(lost.record, PreparedGroup)
+        assert lost.record.group == Group(position=7, prompt=3)
+        assert "Expected `str`, got `int`" in lost.record.outcome
+        assert (kept.record, lost.size) == (good, len(encode_record(odd)))
+    assert (streams.depth("groups").entries, streams.depth("groups").rejected) == (2, 1)
+    again.acknowledge([lost.id])
+    depth = streams.depth("groups")
+    assert (depth.entries, depth.bytes) == (1, len(encode_record(good)))
 
 
 def test_of_a_large_entry_that_is_set_aside_the_beginning_is_kept(streams: Streams) -> None:
