@@ -24,6 +24,7 @@ Substitute = Callable[[bytes, str], R | None]
 _CHECKSUM = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyRecord)
+_UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError)
 
 
 def encode_record(record: Record) -> bytes:
@@ -39,7 +40,7 @@ def decode_record(data: bytes, kind: type[R]) -> R:
         raise RecordError(f"{len(data)} bytes are no {kind.__name__} record: their checksum differs")
     try:
         record = _decoder.decode(body)
-    except msgspec.DecodeError as error:
+    except _UNDECODABLE as error:
         raise RecordError(f"{len(data)} bytes are no {kind.__name__} record: {error}") from error
     if not isinstance(record, kind):
         raise RecordError(f"expected a {kind.__name__} record, found {type(record).__name__}")
@@ -67,7 +68,7 @@ def decode_fields(data: bytes, fields: type[F]) -> F | None:
     body = _body(data)
     try:
         return None if body is None else msgspec.msgpack.decode(body, type=fields)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except _UNDECODABLE:
         return None
 
 

@@ -122,6 +122,12 @@ def test_a_kind_that_this_code_does_not_know_is_refused() -> None:
         decode_record(wire, Group)
 
 
+def test_a_text_that_is_not_utf_8_is_refused() -> None:
+    body = msgspec.msgpack.encode(Reissue(position=3, reason="old")).replace(b"old", b"o\xffd")
+    with pytest.raises(RecordError, match="'utf-8' codec can't decode byte 0xff"):
+        decode_record(zlib.crc32(body).to_bytes(4, "little") + body, Reissue)
+
+
 def test_a_missing_field_is_named() -> None:
     wire = with_checksum({"kind": "reissue", "version": WIRE_VERSION, "position": 3})
     with pytest.raises(RecordError, match="reason"):
