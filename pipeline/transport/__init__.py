@@ -3,7 +3,7 @@
 | module | owns |
 |---|---|
 | `streams` | the protocol, and the waiting that both backends share |
-| `rejections` | what is reported of entries that are no records of their reader's kind |
+| `rejections` | what becomes of entries that are no records of their reader's kind |
 | `redis_streams`, `redis_scripts` | streams in Redis; the scripts that run inside it, each one atomic step |
 | `redis_persistence`, `redis_repair` | the data that Redis starts from; the repair of damaged data |
 | `file_streams`, `topic_segments`, `topic_cursors` | streams in files; the files of a topic; its reader's cursor |
