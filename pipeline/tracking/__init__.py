@@ -3,6 +3,7 @@
 | module | owns |
 |---|---|
 | `metric_sinks` | the trainer's side: the start and end of each tracker's process |
+| `offline_folders` | the folders of a service that logs offline, and their replacement by a new one |
 | `tracker_process` | a tracker's process, which follows `metrics.jsonl` |
 | `tracker_protocol` | the interface of a tracker, and the list of trackers |
 | `trackers/` | one module for each tracker; its name is a value of `tracking.trackers` |

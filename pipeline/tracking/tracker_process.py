@@ -18,7 +18,7 @@ from pipeline.config import load_config
 from pipeline.errors import ConfigError, one_line
 from pipeline.run.metrics_log import RowReader
 from pipeline.run.paths import RunPaths
-from pipeline.tracking.tracker_protocol import Mode, Tracker, tracker_class
+from pipeline.tracking.tracker_protocol import Mode, Tracker, logged_rows, tracker_class
 from pipeline.utils import shared_files
 from pipeline.utils.waiting import CLOCK
 
@@ -49,6 +49,8 @@ def follow_metrics(metrics: Path, tracker: Tracker, end: Path, logged: Path) -> 
                 _append(logged, kind, row["step"])
                 tracker.log(row, count)
                 count += 1
+        if not new:
+            tracker.idle()
         if not last:
             CLOCK.sleep(READ_SECONDS)
 
@@ -73,7 +75,7 @@ def main(arguments: list[str]) -> None:
     if tree is None:
         raise ConfigError("config", str(paths.config), "a readable file")
     tracker = tracker_class(name)(load_config(tree), run_id, paths.tracking, cast(Mode, mode))
-    follow_metrics(paths.metrics, tracker, Path(end), paths.tracking / f"{name}.logged.jsonl")
+    follow_metrics(paths.metrics, tracker, Path(end), logged_rows(paths.tracking, name))
     tracker.finish()
     if command := tracker.upload_command(paths):
         print(f"to upload this run: {command}", flush=True)

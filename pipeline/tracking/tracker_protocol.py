@@ -79,9 +79,18 @@ class Tracker(ABC):
     def log(self, row: MetricRecord, number: int) -> None:
         """Log a row, whose index among all logged rows is `number`. `metrics_of` has its metrics."""
 
+    def idle(self) -> None:
+        """Called repeatedly while `metrics.jsonl` has no row that was not logged."""
+        return
+
     @abstractmethod
     def finish(self) -> None:
         """Send the remaining rows. The process ends afterwards."""
+
+
+def logged_rows(folder: Path, name: str) -> Path:
+    """The file of the rows that a tracker has logged, below the run's tracking folder."""
+    return folder / f"{name}.logged.jsonl"
 
 
 def metrics_of(row: MetricRecord) -> dict[str, float]:

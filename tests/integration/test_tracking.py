@@ -16,6 +16,7 @@ from pipeline.run.metrics_log import MetricSinks, Sink, roll_back
 from pipeline.run.paths import AttemptPaths
 from pipeline.tracking import metric_sinks as sinks_of
 from pipeline.tracking.metric_sinks import TrackerSink, tracking_sinks
+from pipeline.tracking.tracker_protocol import upload_commands
 from pipeline.utils.subprocesses import Child
 from pipeline.utils.waiting import wait_for
 from tests.fakes.configs import make_config
@@ -25,6 +26,7 @@ from tests.patience import WAIT_SECONDS
 
 pytestmark = pytest.mark.integration
 
+BLOCK_BYTES = 32768
 BROKEN = """
 import time
 Settings = dict
@@ -100,15 +102,15 @@ def kill_at_work(run: FakeRun, steps: int) -> None:
     for step in range(1, 1 + steps):
         metrics.log("train", "rl", step, {"reward/mean": 0.25, **{f"number/{name}": 1 / step for name in range(50)}})
     # wandb writes blocks of 32 KiB, so the last row of a full block is incomplete.
-    wait_for(
-        "a block",
-        lambda: any(file.stat().st_size > 32768 for file in run.paths.tracking.rglob("*.wandb")),
-        WAIT_SECONDS,
-    )
+    wait_for("a block", lambda: blocks(run), WAIT_SECONDS)
+    kill_with_children(sink)
+    metrics.close()
+
+
+def kill_with_children(sink: TrackerSink) -> None:
     process = psutil.Process(sink._child.pid)
     for child in (*process.children(recursive=True), process):
         child.kill()
-    metrics.close()
 
 
 def sync(command: str, folder: Path, server: WandbServer) -> None:
@@ -131,6 +133,94 @@ def test_rows_of_attempts_after_an_upload_are_added_by_the_next_one(tmp_path: Pa
             if is_uploaded:
                 sync(command, tmp_path, server)
     assert [row["step"] for row in server.history(run.identity.run_id)] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def attempt_offline(run: FakeRun, home: Path, restart: int, steps: range, **variables: str) -> None:
+    sinks = tracking_sinks(run.config, attempt_of(run, f"12-{restart}"), {"HOME": str(home), **variables}, seconds=60)
+    with MetricSinks(run.paths.metrics, f"12-{restart}", sinks) as metrics:
+        for step in steps:
+            metrics.log("train", "rl", step, {"reward/mean": 0.5})
+
+
+def uploaded_steps(run: FakeRun, home: Path) -> list[int]:
+    """The steps that a service has after the command of the report."""
+    (command,) = upload_commands(run.paths)
+    with WandbServer() as server:
+        sync(command, home, server)
+    return [row["step"] for row in server.history(run.identity.run_id)]
+
+
+def folder_count(run: FakeRun) -> int:
+    return len(list(run.paths.tracking.glob("wandb/offline-run-*")))
+
+
+def blocks(run: FakeRun) -> list[Path]:
+    """The files with a block of rows."""
+    return [
+        file for file in run.paths.tracking.glob("wandb/offline-run-*/*.wandb") if file.stat().st_size > BLOCK_BYTES
+    ]
+
+
+def test_an_attempt_whose_wandb_does_not_start_leaves_the_rows_of_those_before(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    attempt_offline(run, tmp_path, 0, range(1, 4))
+    attempt_offline(run, tmp_path, 1, range(4, 6), **broken_wandb(tmp_path, init="raise RuntimeError('no')"))
+    (tmp_path / "wandb.py").unlink()
+    assert folder_count(run) == 1
+    attempt_offline(run, tmp_path, 2, range(6, 8))
+    assert folder_count(run) == 1
+    assert uploaded_steps(run, tmp_path) == list(range(1, 8))
+
+
+@pytest.mark.parametrize("mark", [None, "", "?"])
+def test_all_rows_of_a_folder_without_a_readable_first_row_are_written_again(tmp_path: Path, mark: str | None) -> None:
+    """As older code left it, or a full disk."""
+    run = a_run(tmp_path)
+    attempt_offline(run, tmp_path, 0, range(1, 4))
+    (file,) = run.paths.tracking.glob("wandb/offline-run-*/rollcall-first-row")
+    file.unlink() if mark is None else file.write_text(mark)
+    attempt_offline(run, tmp_path, 1, range(4, 6))
+    assert folder_count(run) == 1
+    assert uploaded_steps(run, tmp_path) == [1, 2, 3, 4, 5]
+
+
+def test_an_attempt_that_is_killed_while_it_writes_the_rows_again_loses_none(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    numbers = {f"number/{name}": 1 / 7 for name in range(50)}
+    (sink,) = tracking_sinks(run.config, attempt_of(run, "12-0"), {"HOME": str(tmp_path)}, seconds=60)
+    with MetricSinks(run.paths.metrics, "12-0", [sink]) as metrics:
+        for step in range(1, 301):
+            metrics.log("train", "rl", step, numbers)
+    (old,) = blocks(run)
+    for restart in (1, 2):
+        (sink,) = tracking_sinks(run.config, attempt_of(run, f"12-{restart}"), {"HOME": str(tmp_path)}, seconds=60)
+        assert isinstance(sink, TrackerSink)
+        metrics = MetricSinks(run.paths.metrics, f"12-{restart}", [sink])
+        wait_for("the new folder to have rows", lambda: len(blocks(run)) == 2, WAIT_SECONDS)
+        kill_with_children(sink)
+        metrics.close()
+        assert folder_count(run) == 2
+        assert upload_commands(run.paths) == [f"wandb sync {old.parent}"]
+    attempt_offline(run, tmp_path, 3, range(301, 304))
+    assert folder_count(run) == 1
+    assert uploaded_steps(run, tmp_path) == list(range(1, 304))
+
+
+def test_a_long_attempt_removes_the_old_folder_as_soon_as_its_rows_are_on_disk(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    attempt_offline(run, tmp_path, 0, range(1, 4))
+    (sink,) = tracking_sinks(run.config, attempt_of(run, "12-1"), {"HOME": str(tmp_path)}, seconds=60)
+    assert isinstance(sink, TrackerSink)
+    metrics = MetricSinks(run.paths.metrics, "12-1", [sink])
+    wait_for("the new folder", lambda: folder_count(run) == 2, WAIT_SECONDS)
+    time.sleep(3)
+    assert folder_count(run) == 2, "its rows are in wandb's buffer"
+    for step in range(4, 104):
+        metrics.log("train", "rl", step, {f"number/{name}": 1 / step for name in range(50)})
+    wait_for("the old folder to be removed", lambda: folder_count(run) == 1, WAIT_SECONDS)
+    kill_with_children(sink)
+    metrics.close()
+    assert uploaded_steps(run, tmp_path)[:4] == [1, 2, 3, 4]
 
 
 def test_what_was_kept_offline_is_synced_as_one_run_with_each_step_once(tmp_path: Path) -> None:

@@ -2,11 +2,9 @@
 
 In offline mode SwanLab uses no network, and its files are in `tracking/swanlab/` of the run directory. SwanLab buffers
 its file, so a killed process loses its last rows. Therefore each attempt replaces the folder by a new one with all
-rows of `metrics.jsonl`. No other module imports swanlab.
+rows of `metrics.jsonl` (`pipeline.tracking.offline_folders`). No other module imports swanlab.
 """
 
-import shlex
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,8 @@ from pipeline.config import RunConfig
 from pipeline.run.metrics_log import MetricRecord
 from pipeline.run.paths import RunPaths
 from pipeline.tracking import tracker_protocol
-from pipeline.tracking.tracker_protocol import Mode, metrics_of
+from pipeline.tracking.offline_folders import OfflineFolders, complete_folders
+from pipeline.tracking.tracker_protocol import Mode, logged_rows, metrics_of
 
 _FOLDERS = "run-*"
 
@@ -39,18 +38,16 @@ class Tracker(tracker_protocol.Tracker):
 
     @staticmethod
     def upload_command(paths: RunPaths) -> str:
-        """The command for the folder of the newest attempt, which has the rows of all attempts."""
-        folder = paths.tracking / "swanlab"
-        return f"swanlab sync {shlex.quote(str(folder))}/{_FOLDERS}" if any(folder.glob(_FOLDERS)) else ""
+        """The command for the newest complete folder, which has the rows of all attempts before."""
+        folders = complete_folders(paths.tracking / "swanlab", _FOLDERS)
+        return f"swanlab sync {folders}" if folders else ""
 
     def __init__(self, config: RunConfig, run_id: str, folder: Path, mode: Mode) -> None:
         import swanlab
 
-        self._is_online = mode == "online"
         (folder / "swanlab").mkdir(parents=True, exist_ok=True)
-        if not self._is_online:
-            for old in (folder / "swanlab").glob(_FOLDERS):
-                shutil.rmtree(old)
+        logged = logged_rows(folder, "swanlab")
+        self._folders = None if mode == "online" else OfflineFolders(folder / "swanlab", _FOLDERS, logged)
         self._run: Any = swanlab.init(
             project=config.tracking.project,
             name=config.name,
@@ -60,14 +57,24 @@ class Tracker(tracker_protocol.Tracker):
             id=run_id,
             resume="allow",
         )
+        if self._folders is not None:
+            self._folders.mark_new()
 
     @property
     def received(self) -> int | None:
         """Offline none, so that all rows are logged to the new folder; an upload skips steps that the service has."""
-        return None if self._is_online else 0
+        return None if self._folders is None else 0
 
     def log(self, row: MetricRecord, number: int) -> None:
+        if self._folders is not None:
+            self._folders.add_row()
         self._run.log({name: float(value) for name, value in metrics_of(row).items()}, step=row["step"])
+
+    def idle(self) -> None:
+        if self._folders is not None:
+            self._folders.idle()
 
     def finish(self) -> None:
         self._run.finish()
+        if self._folders is not None:
+            self._folders.complete()

@@ -3,11 +3,9 @@
 In offline mode wandb uses no network, and all of its files are below the run's tracking folder. wandb writes its file
 in blocks, so a killed process leaves an incomplete last record, at which `wandb sync` stops, and loses the rows of that
 block. Therefore an attempt replaces the folders that were not uploaded by a new one, with their rows from
-`metrics.jsonl`. No other module imports wandb.
+`metrics.jsonl` (`pipeline.tracking.offline_folders`). No other module imports wandb.
 """
 
-import shlex
-import shutil
 from collections.abc import Mapping
 from netrc import NetrcParseError, netrc
 from pathlib import Path
@@ -17,12 +15,11 @@ from pipeline.config import RunConfig
 from pipeline.run.metrics_log import MetricRecord
 from pipeline.run.paths import RunPaths
 from pipeline.tracking import tracker_protocol
-from pipeline.tracking.tracker_protocol import Mode, axis_of, metrics_of, numbers_of
+from pipeline.tracking.offline_folders import OfflineFolders, complete_folders
+from pipeline.tracking.tracker_protocol import Mode, axis_of, logged_rows, metrics_of, numbers_of
 
 START_SECONDS = 60.0
 _FOLDERS = "offline-run-*"
-_FIRST_ROW = "rollcall-first-row"
-"""A file in a folder with the number of its first row among all rows of the run."""
 _QUIET = {"x_disable_stats": True, "x_disable_meta": True, "x_save_requirements": False, "disable_git": True}
 
 
@@ -52,16 +49,16 @@ class Tracker(tracker_protocol.Tracker):
 
     @staticmethod
     def upload_command(paths: RunPaths) -> str:
-        """One command for all folders; wandb leaves out those that it has uploaded."""
-        folder = paths.tracking / "wandb"
-        return f"wandb sync {shlex.quote(str(folder))}/{_FOLDERS}" if any(folder.glob(_FOLDERS)) else ""
+        """One command for all complete folders; wandb leaves out those that it has uploaded."""
+        folders = complete_folders(paths.tracking / "wandb", _FOLDERS)
+        return f"wandb sync {folders}" if folders else ""
 
     def __init__(self, config: RunConfig, run_id: str, folder: Path, mode: Mode) -> None:
         import wandb
 
-        self._folder, self._is_online, self._is_new = folder / "wandb", mode == "online", True
-        self._received = None if self._is_online else _drop_unsynced(self._folder)
-        self._known = set(self._folder.glob(_FOLDERS))
+        self._is_online = mode == "online"
+        logged = logged_rows(folder, "wandb")
+        self._folders = None if self._is_online else OfflineFolders(folder / "wandb", _FOLDERS, logged, _is_uploaded)
         quiet = {} if self._is_online else _QUIET
         self._run: Any = wandb.init(
             project=config.tracking.project,
@@ -74,17 +71,17 @@ class Tracker(tracker_protocol.Tracker):
             settings=wandb.Settings(console="off", silent=True, init_timeout=START_SECONDS, **quiet),
         )
         self._named: set[str] = set()
+        if self._folders is not None:
+            self._folders.mark_new()
 
     @property
     def received(self) -> int | None:
-        """wandb counts the rows that it has received; offline, those of the folders that were kept."""
-        return int(self._run.starting_step) if self._is_online else self._received
+        """wandb counts the rows that it has received; offline, those of the folders that were uploaded."""
+        return int(self._run.starting_step) if self._folders is None else self._folders.first_row
 
     def log(self, row: MetricRecord, number: int) -> None:
-        if self._is_new:
-            self._is_new = False
-            for folder in set(self._folder.glob(_FOLDERS)) - self._known:
-                (folder / _FIRST_ROW).write_text(str(number))
+        if self._folders is not None:
+            self._folders.add_row()
         self._define_axes(row)
         # Offline each attempt would start at 0, and rows with equal numbers would collide in the upload.
         self._run.log(numbers_of(row), **({} if self._is_online else {"step": number}))
@@ -97,19 +94,20 @@ class Tracker(tracker_protocol.Tracker):
                 self._named.add(name)
                 self._run.define_metric(name, step_metric=None if name == axis else axis)
 
+    def idle(self) -> None:
+        if self._folders is not None:
+            self._folders.idle()
+
     def finish(self) -> None:
+        import wandb
+
         self._run.finish()
+        if self._folders is not None:
+            if self._folders.is_rewriting:
+                wandb.teardown()  # the file's last block is written by wandb's own process, after `finish`
+            self._folders.complete()
 
 
-def _drop_unsynced(folder: Path) -> int | None:
-    """Remove the folders that `wandb sync` has not uploaded. Returns the number of rows before them, if any had rows.
-
-    An uploaded folder stays: the service appends the rows of a later folder to its own.
-    """
-    firsts = []
-    for old in folder.glob(_FOLDERS):
-        if not any(old.glob("*.wandb.synced")):
-            if (first := old / _FIRST_ROW).exists():
-                firsts.append(int(first.read_text()))
-            shutil.rmtree(old)
-    return min(firsts, default=None)
+def _is_uploaded(folder: Path) -> bool:
+    """Whether `wandb sync` has uploaded the folder."""
+    return any(folder.glob("*.wandb.synced"))
