@@ -32,7 +32,7 @@ def tracking_sinks(
         seconds: time limit of each for sending the remaining rows at the end.
     """
     sinks: list[Sink] = []
-    for name in config.tracking.trackers:
+    for name in dict.fromkeys(config.tracking.trackers):  # runs of older code may name one twice
         kind = tracker_class(name)
         mode = chosen_mode(config.tracking.mode, kind, variables, Path.home())
         if not is_installed(kind.package):

@@ -23,7 +23,7 @@ _STATE = "rollcall-rewrite.json"
 _FIRST_ROW = "rollcall-first-row"
 """A file in a folder with the number of its first row among all rows of the run."""
 BUFFER_BYTES = 64 * 1024
-"""At most so many bytes of a service's file are not written yet: both services have blocks of 32 KiB."""
+"""More than a service keeps in memory of the rows of a file: both write blocks of at most 32 KiB."""
 
 
 class _Rewrite(msgspec.Struct, forbid_unknown_fields=True):

@@ -130,13 +130,13 @@ def tracker_class(name: str) -> type[Tracker]:
 
 def check_trackers(config: RunConfig) -> None:
     """`ConfigError` if the config names a tracker that does not exist, whose package is not installed, or which refuses
-    the name of the project."""
-    names = config.tracking.trackers
-    if repeated := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+    the name of the project. A run that has begun keeps its project, and a tracker that it names twice."""
+    names, has_begun = config.tracking.trackers, RunPaths(config.directory).run.exists()
+    if not has_begun and (repeated := [name for name in dict.fromkeys(names) if names.count(name) > 1]):
         raise ConfigError("tracking.trackers", list(names), "each name once", f"leave out one {repeated[0]}")
     for name in names:
         kind = tracker_class(name)
-        if not re.fullmatch(kind.project_pattern, config.tracking.project):
+        if not has_begun and not re.fullmatch(kind.project_pattern, config.tracking.project):
             raise ConfigError("tracking.project", config.tracking.project, f"{kind.project_rule}, for {name}")
         if not is_installed(kind.package):
             hint = f"{pip_install(name)} (the extra `{name}`), or tracking=none"

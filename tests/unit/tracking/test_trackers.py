@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ConfigError
+from pipeline.run.paths import AttemptPaths
 from pipeline.tracking import tracker_protocol
-from pipeline.tracking.metric_sinks import chosen_mode
+from pipeline.tracking.metric_sinks import chosen_mode, tracking_sinks
 from pipeline.tracking.tracker_protocol import (
     Tracker,
     check_trackers,
@@ -20,6 +21,7 @@ from pipeline.tracking.tracker_protocol import (
 from pipeline.tracking.trackers.wandb import Tracker as Wandb
 from slurm.submission.compose_config import compose_config
 from tests.fakes.configs import make_config
+from tests.fakes.run_directory import FakeRun
 
 
 @pytest.mark.parametrize("name", tracker_names())
@@ -85,6 +87,19 @@ def test_a_project_whose_name_the_service_refuses_is_refused_at_submission(
     config = make_config(tracking={"trackers": [tracker], "project": project})
     with nullcontext() if is_accepted else pytest.raises(ConfigError, match=f"tracking.project.*for {tracker}$"):
         check_trackers(config)
+
+
+def test_a_run_that_has_begun_keeps_its_project_and_a_tracker_that_it_names_twice(tmp_path: Path) -> None:
+    tracking = {"trackers": ["wandb", "wandb"], "project": "a/team"}
+    config = make_config(tracking=tracking, output=str(tmp_path), name="begun")
+    with pytest.raises(ConfigError, match="each name once"):
+        check_trackers(config)
+    run = FakeRun(config.directory, config)
+    check_trackers(config)
+    sinks = tracking_sinks(config, AttemptPaths(run.root, run.identity.run_id, "12-0"), {"PATH": ""}, seconds=0.0)
+    for sink in sinks:
+        sink.close()
+    assert len(sinks) == 1
 
 
 def test_a_tracker_without_its_package_is_refused_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
