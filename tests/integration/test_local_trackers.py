@@ -11,6 +11,7 @@ import pytest
 
 from pipeline.run.metrics_log import MetricSinks
 from pipeline.tracking.metric_sinks import TrackerSink, tracking_sinks
+from pipeline.tracking.tracker_protocol import upload_commands
 from pipeline.utils.waiting import wait_for
 from tests.fakes.configs import make_config
 from tests.fakes.run_directory import FakeRun
@@ -88,3 +89,30 @@ def test_the_step_axis_is_not_a_metric_of_mlflow(tmp_path: Path) -> None:
         metrics.log("train", "sft", 1, {"loss": 1.0})
         metrics.log("train", "rl", 1, {"loss": 0.5})
     assert names_of_mlflow(run.paths.tracking) == {"loss", "sft/loss"}
+
+
+def test_a_swanlab_that_is_killed_while_it_writes_the_rows_again_leaves_the_old_folder(tmp_path: Path) -> None:
+    pytest.importorskip("swanlab")
+    run = FakeRun(tmp_path / "run", make_config(tracking={"trackers": ["swanlab"], "mode": "offline"}))
+
+    def attempt(name: str, first: int, last: int) -> tuple[TrackerSink, MetricSinks]:
+        (sink,) = tracking_sinks(run.config, run.attempt(name).paths, {**os.environ}, seconds=SECONDS)
+        metrics = MetricSinks(run.paths.metrics, name, [sink])
+        for step in range(first, last):
+            metrics.log("train", "rl", step, {"loss": 1.0})
+        assert isinstance(sink, TrackerSink)
+        return sink, metrics
+
+    def folders() -> list[Path]:
+        return list(run.paths.tracking.glob("swanlab/run-*"))
+
+    attempt("7-0", 1, 50)[1].close()
+    (old,) = folders()
+    sink, killed = attempt("7-1", 50, 60)
+    wait_for("a new folder", lambda: len(folders()) == 2, SECONDS)
+    psutil.Process(sink._child.pid).kill()
+    killed.close()
+    assert upload_commands(run.paths) == [f"swanlab sync {old}"]
+    attempt("7-2", 60, 70)[1].close()
+    assert len(folders()) == 1
+    assert of_swanlab(run.paths.tracking) == list(range(1, 70))
