@@ -41,6 +41,7 @@ def test_a_server_that_was_ready_is_started_again_as_often_as_agreed(attempt: Ca
         os.kill(killed, 9)
         wait_for("a new server", partial(run.has_been, "inference.0", states), WAIT_SECONDS)
         assert run.pid_of("inference") != killed
+    wait_for("the third server to run", lambda: run.paths.log("inference", 0).read_text() == "up\n" * 3, WAIT_SECONDS)
     os.kill(run.pid_of("inference"), 9)
     assert run.join() == {"failed"}
     failure = run.first_failure
