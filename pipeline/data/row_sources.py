@@ -119,7 +119,7 @@ def _read_json(path: Path, source: SourceConfig) -> Rows:
 
 
 def _numbers(part: Any, rows: int) -> range:
-    """The rows of an absolute instruction of the library, of a split with so many."""
+    """The row numbers of an absolute instruction of the library, in a split of `rows` rows."""
     return range(part.from_ or 0, rows if part.to is None else part.to)
 
 

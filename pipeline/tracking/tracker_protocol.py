@@ -40,7 +40,7 @@ class Tracker(ABC):
     """A regular expression for the names of projects that the service accepts."""
 
     project_rule: ClassVar[str] = "a name"
-    """The same in words."""
+    """`project_pattern` in words, for errors."""
 
     @staticmethod
     def has_login(variables: Mapping[str, str], home: Path) -> bool:
@@ -101,7 +101,7 @@ def metrics_of(row: MetricRecord) -> dict[str, float]:
 
 
 def numbers_of(row: MetricRecord) -> dict[str, float]:
-    """The same with the step axis among the numbers."""
+    """`metrics_of`, and the step axis as one more number."""
     return metrics_of(row) | {axis_of(row): row["step"]}
 
 
