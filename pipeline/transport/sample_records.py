@@ -345,7 +345,7 @@ finished calls of the task (prompts, tools and rewards). They grow while its epi
 
 
 def mean_metrics(samples: Iterable[Sample]) -> dict[str, float]:
-    """The mean of each of the samples' metrics, over the samples that have it; without names of the run's own."""
+    """The mean of each of the samples' metrics, over the samples that have it; names as by `below_task`."""
     values: dict[str, list[float]] = {}
     for sample in samples:
         for name, value in sample.metrics.items():
